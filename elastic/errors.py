@@ -1,0 +1,113 @@
+"""The exception tree. Every error a user can meet has a code, a message that says what and where, and a hint.
+
+    ElasticError                 exit 1   the job failed
+    ├── UsageError               exit 2   the command line or the config is wrong
+    │   ├── ConfigError                   a key, a value or a file of the config
+    │   ├── JobError                      the user's job cannot be loaded or is refused by name
+    │   ├── PlanError                     no plan can ever exist (model too large for the device)
+    │   └── JobAlive                      the same job is running already
+    ├── Unreachable              exit 3   etcd, Ray or the store does not answer
+    │   ├── EtcdUnreachable
+    │   ├── RayUnreachable
+    │   └── StoreUnreachable
+    ├── UserCodeError            exit 1   an exception in the user's own code, with its traceback
+    ├── NonFinite                exit 1   loss or gradient is not finite and the policy is `stop`
+    ├── NodeLost                 exit 1   a member of the running epoch is gone
+    └── Interrupted              exit 130 Ctrl-C or SIGTERM
+
+Errors of dependencies (grpc, ray, botocore, pydantic) are mapped to these at the edge where they appear, so that
+no caller ever catches a foreign type.
+"""
+
+from __future__ import annotations
+
+
+class ElasticError(Exception):
+    """Base of every error of this project.
+
+    Args:
+        message: one sentence that says what failed and where.
+        hint: what to do next; empty when there is nothing to add.
+        detail: more lines for a log or ``--json``, such as the traceback of the user's code.
+    """
+
+    code = "failed"
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "", detail: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.detail = detail
+
+    def as_json(self) -> dict[str, str]:
+        """``{code, message, hint[, detail]}``, what ``--json`` prints under ``error``."""
+        out = {"code": self.code, "message": self.message, "hint": self.hint}
+        if self.detail:
+            out["detail"] = self.detail
+        return out
+
+
+class UsageError(ElasticError):
+    code = "usage"
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    code = "config"
+
+
+class JobError(UsageError):
+    code = "job"
+
+
+class PlanError(UsageError):
+    code = "plan"
+
+
+class JobAlive(UsageError):
+    code = "job_alive"
+
+
+class Unreachable(ElasticError):
+    code = "unreachable"
+    exit_code = 3
+
+
+class EtcdUnreachable(Unreachable):
+    code = "etcd_unreachable"
+
+
+class RayUnreachable(Unreachable):
+    code = "ray_unreachable"
+
+
+class StoreUnreachable(Unreachable):
+    code = "store_unreachable"
+
+
+class UserCodeError(ElasticError):
+    code = "user_code"
+
+
+class NonFinite(ElasticError):
+    code = "non_finite"
+
+
+class NodeLost(ElasticError):
+    code = "node_lost"
+
+
+class Interrupted(ElasticError):
+    code = "interrupted"
+    exit_code = 130
+
+
+def from_json(error: dict[str, str]) -> ElasticError:
+    """Rebuilds an error that crossed a process boundary as ``as_json()``; an unknown code becomes the base class."""
+
+    def tree(cls: type[ElasticError]) -> list[type[ElasticError]]:
+        return [cls, *(s for sub in cls.__subclasses__() for s in tree(sub))]
+
+    cls = {c.code: c for c in tree(ElasticError)}.get(error.get("code", ""), ElasticError)
+    return cls(error.get("message", "unknown error"), error.get("hint", ""), error.get("detail", ""))

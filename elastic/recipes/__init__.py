@@ -1,0 +1,1 @@
+"""Jobs that ship with the runtime: ready to run, and examples to start your own from."""
