@@ -1,0 +1,33 @@
+"""Planning: profile → templates → composition → Plan. Pure: the same arguments give the same plan on every machine."""
+
+from elastic.planning.compose import Composition, compose, compose_short, distribute, replicas
+from elastic.planning.make import TooFewNodes, make_plan
+from elastic.planning.plan import Bucket, Node, Pipeline, Plan, PlanInvariant, RankPlace, Stage, groups
+from elastic.planning.profile import LayerProfile, ModelProfile, format_bytes
+from elastic.planning.templates import Schedule, Template, TemplateSearch, smallest_size, templates
+
+__all__ = [
+    "Bucket",
+    "Composition",
+    "LayerProfile",
+    "ModelProfile",
+    "Node",
+    "Pipeline",
+    "Plan",
+    "PlanInvariant",
+    "RankPlace",
+    "Schedule",
+    "Stage",
+    "Template",
+    "TemplateSearch",
+    "TooFewNodes",
+    "compose",
+    "compose_short",
+    "distribute",
+    "format_bytes",
+    "groups",
+    "make_plan",
+    "replicas",
+    "smallest_size",
+    "templates",
+]
