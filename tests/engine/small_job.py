@@ -1,0 +1,66 @@
+"""A small job for tests: layers with dropout, one without parameters, on made-up tokens; tied and token-weighted variants."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elastic
+
+WIDTH, VOCAB, LENGTH = 16, 32, 8
+
+
+class Tokens:
+    """Sample i is a short arithmetic sequence; 37 samples, so that steps wrap in mid-batch."""
+
+    def __len__(self):
+        return 37
+
+    def __getitem__(self, index):
+        x = (torch.arange(LENGTH + 1) * (1 + index % 5) + index) % VOCAB
+        return x[:-1], x[1:]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.2, self.training)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+def loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten(), reduction="sum"), target.numel()
+
+
+def weighted_loss(output, target):
+    each = F.cross_entropy(output.flatten(0, 1).float(), target.flatten(), reduction="none")
+    keep = (target.flatten() % 3 != 0).float()
+    return (each * keep).sum(), keep.sum()
+
+
+def job(params):
+    tied = {"out.weight": "embed.weight"} if params.get("tied") else {}
+    layers = [elastic.Layer("embed", lambda: nn.Embedding(VOCAB, WIDTH))]
+    layers += [elastic.Layer(f"block.{i}", Block) for i in range(4)]
+    layers.append(elastic.Layer("act", nn.Tanh))
+    layers.append(elastic.Layer("head", Head, tied))
+    return elastic.Job(
+        layers=layers,
+        loss=weighted_loss if params.get("weighted") else loss,
+        dataset=Tokens(),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        lr=lambda step: 1e-2 / (1 + step),
+        evaluation=elastic.Evaluation(Tokens(), every=3, samples=8) if params.get("evaluate") else None,
+    )
