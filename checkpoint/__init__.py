@@ -1,0 +1,1 @@
+"""Sharded checkpoints in object storage: absent, or whole and verified."""
