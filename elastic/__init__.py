@@ -5,7 +5,7 @@ import elastic
 def job(params):
     return elastic.Job(layers=elastic.layers_of(model), loss=..., dataset=..., optimizer=...)
 
-result = elastic.run("my_job:job", nodes=4, steps=200)
+result = elastic.run("my_job.yaml", set=["cluster.nodes=2"])
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elastic.job import Layer as Layer
     from elastic.job import Metrics as Metrics
     from elastic.job import layers_of as layers_of
-    from elastic.run import run as run
+    from elastic.runner import run as run
 
 # Loaded on first use: agents, the controller and most commands never import torch.
 _HOMES = {
@@ -29,7 +29,7 @@ _HOMES = {
     "Layer": "elastic.job",
     "Metrics": "elastic.job",
     "layers_of": "elastic.job",
-    "run": "elastic.run",
+    "run": "elastic.runner",
 }
 __all__ = list(_HOMES)
 

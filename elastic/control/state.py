@@ -316,7 +316,8 @@ def _maybe_start(state: State, now: float, effects: list[Effect]) -> Result:
     state = replace(
         state, phase="forming", epoch=epoch, plan=plan, in_plan=in_plan, formed=frozenset(), ends={}, waiting_for=""
     )
-    return state, [*effects, Publish(epoch, plan, in_plan, state.step, plan.reason)]
+    reason = f"{here} of {state.expected or here} nodes are here"
+    return state, [*effects, Publish(epoch, plan, in_plan, state.step, reason)]
 
 
 def _formed(state: State, node: str, epoch: int) -> Result:

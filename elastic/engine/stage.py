@@ -110,5 +110,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False
     ):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and not loss._is_view():
+            loss.detach_()  # the schedule keeps the losses of a step; let it not keep their graphs
         if self.has_backward:
             self._after_backward()

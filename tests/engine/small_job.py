@@ -1,4 +1,4 @@
-"""A small job for tests: layers with dropout, one without parameters, on made-up tokens; tied and token-weighted variants."""
+"""A small job for tests on made-up tokens; tied and token-weighted variants, one layer without parameters."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Benchmarks of our own parts against peers on the same work in the same run: ``elastic bench …``."""

@@ -1,0 +1,286 @@
+"""The supervisor of a run: owns its etcd and its Ray, and writes the run's history into the run's folder.
+
+    python -m elastic.control.supervisor RUN_DIR
+
+It speaks JSON lines. On stdin: first ``{config, detach}``, then ``{spec}`` once the job has been inspected, later
+``{op: stop | kill}``. On stdout: ``{note}``, ``{event}``, ``{step}``, ``{error}``, and last ``{result}``. When stdin
+ends it takes the run down, unless the run is detached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from checkpoint.store import Store, StoreError
+from elastic.config import Config
+from elastic.control.agent import PROBE
+from elastic.errors import ElasticError, RayUnreachable, StoreUnreachable
+from elastic.observe.summary import summarize
+from elastic.rendezvous import Etcd, Keys, watch_prefix
+from elastic.rendezvous.server import EtcdServer
+from elastic.runfiles import RunFiles
+
+Json = dict[str, Any]
+PR_SET_CHILD_SUBREAPER = 36
+START_TIMEOUT_S = 60.0
+
+
+class Supervisor:
+    def __init__(self, run_dir: Path, config: Config, detach: bool, inbox: queue.Queue[Json]) -> None:
+        self._files = RunFiles(run_dir)
+        self._config, self._detach, self._inbox = config, detach, inbox
+        self._keys = Keys(config.name)
+        self._temp = Path(tempfile.mkdtemp(prefix="elastic-", dir=short_temp_dir()))
+        self._server: EtcdServer | None = None
+        self._ray: Any = None
+        self._events: list[Json] = []
+        self._steps: list[Json] = []
+
+    def run(self) -> Json:
+        """The result document of the run. Everything that was started is ended when this returns or raises."""
+        try:
+            self._files.write_run({"temp_dir": str(self._temp), "supervisor": os.getpid()})
+            endpoints = self._start_etcd()
+            etcd = Etcd(endpoints)
+            self._files.write_run(
+                {
+                    "temp_dir": str(self._temp),
+                    "supervisor": os.getpid(),
+                    "etcd": endpoints,
+                    "ray": self._config.cluster.ray,
+                    "job": self._config.name,
+                }
+            )
+            self._start_ray()
+            spec = self._next_message()
+            if "spec" not in spec:
+                return self._interrupted()
+            return self._supervise(etcd, tuple(endpoints), spec["spec"])
+        finally:
+            self._tear_down()
+
+    def _next_message(self) -> Json:
+        return self._inbox.get()
+
+    def _start_etcd(self) -> list[str]:
+        if self._config.cluster.etcd != "embedded":
+            return list(self._config.cluster.endpoints)
+        say({"note": "starting etcd"})
+        self._server = EtcdServer(self._temp / "etcd", self._files.logs / "etcd.log", throwaway=True)
+        self._server.start()
+        return [self._server.endpoint]
+
+    def _start_ray(self) -> None:
+        say({"note": "starting Ray" if self._local else f"connecting to Ray at {self._config.cluster.ray}"})
+        import ray  # after main() has set up token authentication
+
+        self._ray = ray
+        quiet: Json = {"log_to_driver": False, "configure_logging": False}
+        try:
+            if self._local:
+                ray.init(
+                    address="local",
+                    _temp_dir=str(self._temp / "r"),
+                    num_cpus=1,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    **quiet,
+                )
+            else:
+                packages = [str(Path(sys.modules[name].__file__ or "").parent) for name in ("elastic", "checkpoint")]
+                environment = {
+                    "working_dir": self._config.folder,
+                    "py_modules": packages,
+                    "excludes": ["runs/", ".git/", ".venv/"],
+                }
+                ray.init(address=self._config.cluster.ray, runtime_env=environment, **quiet)
+        except Exception as error:  # Ray raises many kinds here
+            raise RayUnreachable(
+                f"Ray at {self._config.cluster.ray!r} did not start or answer: {error}",
+                "check cluster.ray, and RAY_AUTH_TOKEN if that cluster wants a token",
+            ) from error
+
+    @property
+    def _local(self) -> bool:
+        return self._config.cluster.ray == "local"
+
+    def _supervise(self, etcd: Etcd, endpoints: tuple[str, ...], spec: Json) -> Json:
+        from elastic.control.actors import Site, start_controller
+
+        etcd.delete_prefix(self._keys.root)  # leftovers of a run that ended without its supervisor
+        url = self._config.checkpoint.url_in(str(self._files.path))
+        with self._probe(url):
+            etcd.put(self._keys.spec, json.dumps({**spec, "checkpoint_url": url}).encode())
+            site = Site(
+                endpoints=endpoints,
+                job=self._config.name,
+                nodes=self._config.cluster.nodes if self._local else None,
+                folder=self._config.folder if self._local else None,
+                log_dir=str(self._files.logs) if self._local else None,
+            )
+            start_controller(site, START_TIMEOUT_S)
+            say({"note": "waiting for nodes"})
+            result = self._mirror(etcd)
+        etcd.delete_prefix(self._keys.root)
+        etcd.close()
+        return result
+
+    @contextlib.contextmanager
+    def _probe(self, url: str) -> Iterator[None]:
+        """An object that every agent must be able to read before it joins: proof that the store is shared."""
+        try:
+            store = Store(url, self._config.checkpoint.storage_options)
+            store.write(PROBE, self._config.name.encode())
+        except StoreError as error:
+            raise StoreUnreachable(str(error), "check checkpoint.url and checkpoint.storage_options") from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(StoreError):  # the run's result matters more than this object
+                store.delete(PROBE)
+
+    def _mirror(self, etcd: Etcd) -> Json:
+        """Copies events and steps into the run's folder and to stdout until the job has a result."""
+        listed, watch = watch_prefix(etcd, self._keys.root)
+        last = 0
+        pending = list(listed)
+        with watch:
+            while True:
+                for kv in pending:
+                    parsed = self._keys.parse(kv.key)
+                    if parsed.kind == "event":
+                        self._event(json.loads(kv.value))
+                    elif parsed.kind == "progress":
+                        for record in json.loads(kv.value)["steps"]:
+                            if record["step"] > last:
+                                last = record["step"]
+                                self._step(record)
+                    elif parsed.kind == "result":
+                        return self._document(json.loads(kv.value))
+                order = self._poll()
+                if order == "kill":
+                    return self._interrupted()
+                if order == "stop":
+                    etcd.put(self._keys.request("stop"), b"{}")
+                pending = [event.kv for event in watch.get(timeout_s=0.1) if event.kind == "put"]
+
+    def _poll(self) -> str:
+        try:
+            return str(self._inbox.get_nowait().get("op", ""))
+        except queue.Empty:
+            return ""
+
+    def _event(self, record: Json) -> None:
+        self._events.append(record)
+        self._files.append_event(record)
+        say({"event": record})
+
+    def _step(self, record: Json) -> None:
+        record = {key: value for key, value in record.items() if key != "ev"}
+        self._steps.append(record)
+        self._files.append_step(record)
+        say({"step": record})
+
+    def _document(self, result: Json) -> Json:
+        document = summarize(self._config.name, self._events, self._steps, result)
+        self._files.write_result(document)
+        return document
+
+    def _interrupted(self) -> Json:
+        step = self._steps[-1]["step"] if self._steps else 0
+        return self._document({"state": "interrupted", "step": step, "loss": None, "params_digest": None})
+
+    def _tear_down(self) -> None:
+        """Actors, Ray, etcd, whatever else descends from this process, and the temporary folder."""
+        if self._ray is not None and self._ray.is_initialized():
+            with contextlib.suppress(Exception):  # Ray may be gone already; the processes are ended below
+                from elastic.control.actors import end_actors
+
+                end_actors(self._config.name)
+            with contextlib.suppress(Exception):
+                self._ray.shutdown()
+        if self._server is not None:
+            self._server.stop()
+        end_descendants()
+        shutil.rmtree(self._temp, ignore_errors=True)
+        self._files.forget_run()
+
+
+def say(message: Json) -> None:
+    """One line to whoever started us; nobody listens any more once a detached run's command has gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.__stdout__.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+def short_temp_dir() -> str:
+    """A base short enough for Ray's socket names (107 characters in all)."""
+    base = tempfile.gettempdir()
+    return base if len(base) <= 30 else "/tmp"
+
+
+def end_descendants(timeout_s: float = 5.0) -> None:
+    """SIGKILL to every process below this one; orphans come to us, the subreaper."""
+    deadline = time.monotonic() + timeout_s
+    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=1.0)
+
+
+def main(run_dir: Path) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    inbox: queue.Queue[Json] = queue.Queue()
+    first = json.loads(sys.stdin.readline() or "null")
+    if first is None:
+        return
+    config = Config.from_dict(first["config"])
+    detach = bool(first["detach"])
+    if config.cluster.ray == "local":
+        # Must be in the environment before ray is imported; whoever reaches its ports could run code otherwise.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+    def listen() -> None:
+        for line in sys.stdin:
+            inbox.put(json.loads(line))
+        if not detach:
+            inbox.put({"op": "kill"})
+
+    threading.Thread(target=listen, name="stdin", daemon=True).start()
+    supervisor = Supervisor(run_dir, config, detach, inbox)
+    try:
+        document = supervisor.run()
+    except ElasticError as error:
+        say({"error": error.as_json()})
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - a defect; the command shows it
+        traceback.print_exc()
+        internal = ElasticError(f"internal error in the supervisor: {error}", detail=traceback.format_exc())
+        say({"error": internal.as_json()})
+        sys.exit(1)
+    say({"result": document})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

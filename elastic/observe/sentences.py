@@ -1,0 +1,95 @@
+"""One sentence per event of a run's history. Pure.
+
+An event is a record ``{"seq", "time", "kind", …}``; what else it holds depends on its kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic.observe.text import number, one_line, plural
+
+Event = Mapping[str, Any]
+_SIZES_LISTED = 8
+
+
+def sentence(event: Event) -> str:
+    """What happened, on one line. An event of an unknown kind, or with keys missing, lists what it holds."""
+    tell = _SENTENCES.get(str(event.get("kind")), _unknown)
+    try:
+        return one_line(tell(event))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        # Written by another version: the history must stay readable.
+        return one_line(_unknown(event))
+
+
+def pipelines_in_words(pipelines: Sequence[Sequence[str]]) -> str:
+    """``2 pipelines (2, 3)``; the numbers are stages."""
+    sizes = [len(nodes) for nodes in pipelines]
+    if len(sizes) <= _SIZES_LISTED:
+        listed = ", ".join(map(str, sizes))
+    else:
+        listed = ", ".join(f"{count} of {size}" for size, count in sorted(Counter(sizes).items()))
+    return f"{plural(len(sizes), 'pipeline')} ({listed})"
+
+
+def _started(event: Event) -> str:
+    return f"started {event['config']} on {plural(event['nodes'], 'node')}"
+
+
+def _node_joined(event: Event) -> str:
+    return f"{event['node']} joined"
+
+
+def _node_left(event: Event) -> str:
+    return f"{event['node']} left"
+
+
+def _node_refused(event: Event) -> str:
+    return f"{event['node']} was refused: {event['reason']}"
+
+
+def _waiting(event: Event) -> str:
+    return f"waiting: {event['reason']}"
+
+
+def _plan(event: Event) -> str:
+    return f"epoch {event['epoch']}: {pipelines_in_words(event['pipelines'])}: {event['reason']}"
+
+
+def _formed(event: Event) -> str:
+    return f"epoch {event['epoch']} formed, training"
+
+
+def _stop_requested(_: Event) -> str:
+    return "stopping at the next voted step"
+
+
+def _ended(event: Event) -> str:
+    state, step = event["state"], event["step"]
+    if event.get("error"):
+        where = f" on {event['node']}" if event.get("node") else ""
+        return f"{state} at step {step}{where}: {event['error']['message']}"
+    loss = f", loss {number(event['loss'])}" if event.get("loss") is not None else ""
+    return f"{state} at step {step}{loss}"
+
+
+def _unknown(event: Event) -> str:
+    facts = [f"{key} {value}" for key, value in event.items() if key not in ("seq", "time", "kind")]
+    kind = str(event.get("kind", "event without a kind")).replace("_", " ")
+    return f"{kind}: {', '.join(facts)}" if facts else kind
+
+
+_SENTENCES: dict[str, Callable[[Event], str]] = {
+    "started": _started,
+    "node_joined": _node_joined,
+    "node_left": _node_left,
+    "node_refused": _node_refused,
+    "waiting": _waiting,
+    "plan": _plan,
+    "formed": _formed,
+    "stop_requested": _stop_requested,
+    "ended": _ended,
+}

@@ -1,0 +1,344 @@
+"""Starts a job and follows it to its end: what ``elastic run`` does, and `run` for Python callers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic.config import Config, config_from, load_config
+from elastic.errors import ElasticError, EtcdUnreachable, Interrupted, JobAlive, PlanError, from_json
+from elastic.rendezvous import Etcd, Keys
+from elastic.runfiles import RunFiles
+
+Json = dict[str, Any]
+TEAR_DOWN_S = 30.0
+
+
+class Watcher(Protocol):
+    """Sees a run as it goes."""
+
+    def event(self, record: Json) -> None: ...
+    def step(self, record: Json) -> None: ...
+    def note(self, text: str) -> None: ...
+    def tick(self) -> None: ...
+
+
+def run(
+    job: str | Mapping[str, Any],
+    *,
+    set: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    watcher: Watcher | None = None,
+) -> Json:
+    """Trains a job to its end and returns the document that ``elastic run --json`` prints.
+
+    Args:
+        job: path of a YAML config, or its content as a mapping (paths in it start at the current folder).
+        set: overrides such as ``"train.steps=20"``.
+        run_dir: where the run lives; ``runs/<name>`` by default.
+
+    Raises:
+        ElasticError: the job could not be started, or it failed.
+    """
+    config = config_from(job, overrides=set) if isinstance(job, Mapping) else load_config(job, set)
+    document = execute(config, run_dir=Path(run_dir) if run_dir else None, resume=resume, watcher=watcher)
+    if "error" in document:
+        raise from_json(document["error"])
+    return document
+
+
+def execute(
+    config: Config,
+    *,
+    run_dir: Path | None = None,
+    detach: bool = False,
+    resume: str = "auto",
+    watcher: Watcher | None = None,
+) -> Json:
+    """Starts the supervisor of a run and follows it; with ``detach``, only until training has begun.
+
+    Ctrl-C asks for a stop at the next voted step; a second one ends the run at once. Both give state ``interrupted``.
+
+    Raises:
+        ElasticError: the job could not be started; nothing is left running.
+    """
+    files = RunFiles((run_dir or Path("runs") / config.name).absolute())
+    lock = files.lock()
+    if lock is None:
+        pid = files.run().get("supervisor", "unknown")
+        raise JobAlive(
+            f"job {config.name!r} is running already in {files.path} (process {pid})",
+            "stop it with `elastic stop`, or give another --run-dir",
+        )
+    leftover = files.run().get("temp_dir")
+    if leftover:
+        shutil.rmtree(leftover, ignore_errors=True)  # of a run whose supervisor was killed
+    files.prepare()
+    supervisor = _Supervisor(files, lock)
+    try:
+        supervisor.tell({"config": config.to_dict(), "detach": detach})
+        if watcher is not None:
+            watcher.note("inspecting the job")
+        supervisor.tell({"spec": _inspect(config)})
+        return supervisor.follow(watcher, until_formed=detach)
+    except BaseException:
+        supervisor.kill()
+        raise
+    finally:
+        if not detach:
+            supervisor.close()
+
+
+def _inspect(config: Config) -> Json:
+    """Loads the job here, so that a mistake in it shows before anything is trained.
+
+    Raises:
+        ElasticError: the job cannot be loaded, is refused, or can never fit the cluster.
+    """
+    from elastic.engine.inspection import inspect_job
+    from elastic.engine.usercode import user_code
+    from elastic.job import load_job
+    from elastic.planning import smallest_size
+
+    with user_code(f"the job function {config.job}"):
+        job = load_job(config.job, config.params, config.train.seed, config.folder)
+    inspection = inspect_job(job, config.train)
+    if config.cluster.device_memory is not None:
+        needed = smallest_size(inspection.profile, config.cluster.device_memory)
+        if config.cluster.ray == "local" and needed > config.cluster.nodes:
+            raise PlanError(
+                f"one copy of the model needs {needed} nodes under cluster.device_memory, cluster.nodes is"
+                f" {config.cluster.nodes}",
+                f"set cluster.nodes to {needed} or more, or raise cluster.device_memory",
+            )
+    return {
+        "config": config.to_dict(),
+        "profile": inspection.profile.to_json(),
+        "boundaries": inspection.boundaries,
+    }
+
+
+class _Supervisor:
+    """The supervisor's process, as its command sees it."""
+
+    def __init__(self, files: RunFiles, lock: int) -> None:
+        self._files = files
+        self._messages: queue.Queue[Json | None] = queue.Queue()
+        self._interrupts = 0
+        with (files.logs / "supervisor.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "elastic.control.supervisor", str(files.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=(lock,),
+                start_new_session=True,  # Ctrl-C in the terminal is for the command alone
+                text=True,
+            )
+        os.close(lock)  # the supervisor's copy keeps it held
+        threading.Thread(target=self._read, name="supervisor", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._messages.put(json.loads(line))
+        self._messages.put(None)
+
+    def tell(self, message: Json) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended; its last message says why
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def follow(self, watcher: Watcher | None, until_formed: bool) -> Json:
+        """Hands events on until the result comes.
+
+        Raises:
+            ElasticError: what the supervisor reports, or that it was killed.
+        """
+        with self._interruptible():
+            while True:
+                try:
+                    message = self._messages.get(timeout=0.1)
+                except queue.Empty:
+                    if watcher is not None:
+                        watcher.tick()
+                    continue
+                if message is None:
+                    raise ElasticError(
+                        "the supervisor of the run was killed", f"its log is {self._files.logs / 'supervisor.log'}"
+                    )
+                if "error" in message:
+                    raise from_json(message["error"])
+                if "result" in message:
+                    return self._final(message["result"])
+                if watcher is not None:
+                    _show(watcher, message)
+                if until_formed and message.get("event", {}).get("kind") == "formed":
+                    return {"job": self._files.path.name, "state": "running", "run_dir": str(self._files.path)}
+
+    def _final(self, document: Json) -> Json:
+        if self._interrupts and document["state"] in ("stopped", "interrupted"):
+            error = Interrupted("interrupted", "run the same command again to go on")
+            document = {**document, "state": "interrupted", "error": error.as_json()}
+        return document
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def interrupt(*_: object) -> None:
+            self._interrupts += 1
+            self.tell({"op": "stop" if self._interrupts == 1 else "kill"})
+
+        before: dict[int, Callable[..., Any] | int | None] = {
+            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def kill(self) -> None:
+        self.tell({"op": "kill"})
+        self.close()
+
+    def close(self) -> None:
+        """Waits until the run has taken itself down; by force, and with its temporary folder, if it does not."""
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(TEAR_DOWN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        temp_dir = self._files.run().get("temp_dir")
+        if temp_dir:  # it was killed before it could clean up
+            shutil.rmtree(temp_dir, ignore_errors=True)
+            self._files.forget_run()
+
+
+def _show(watcher: Watcher, message: Json) -> None:
+    if "event" in message:
+        watcher.event(message["event"])
+    elif "step" in message:
+        watcher.step(message["step"])
+    elif "note" in message:
+        watcher.note(message["note"])
+
+
+def read_status(files: RunFiles) -> Json:
+    """The document of ``elastic status --json``: of a live run from its etcd, of an ended one its last state.
+
+    Raises:
+        EtcdUnreachable: the run is alive, its etcd does not answer.
+    """
+    result = files.result()
+    live = files.run()
+    if not files.alive() or "etcd" not in live:
+        last = result or {}
+        state = last.get("state", "starting" if files.alive() else "unknown")
+        return {
+            "job": last.get("job", files.path.name),
+            "state": state,
+            "epoch": last.get("epoch", 0),
+            "step": last.get("step", 0),
+            "nodes": [],
+        }
+    etcd = Etcd(live["etcd"])
+    try:
+        return _live_status(etcd, Keys(live["job"]), live["job"])
+    finally:
+        etcd.close()
+
+
+def _live_status(etcd: Etcd, keys: Keys, job: str) -> Json:
+    listed, _ = etcd.range(keys.root)
+    by_kind: dict[str, list[Json]] = {}
+    for kv in listed:
+        kind = keys.parse(kv.key).kind
+        if kind in ("member", "plan", "progress", "result"):
+            by_kind.setdefault(kind, []).append(json.loads(kv.value))
+    plan = by_kind.get("plan", [None])[-1]
+    progress = by_kind.get("progress", [{"steps": []}])[-1]
+    nodes = []
+    for member in sorted(by_kind.get("member", []), key=lambda one: str(one["node"])):
+        workers = []
+        planned = (
+            plan is not None and plan["members"].get(member["node"], {}).get("incarnation") == member["incarnation"]
+        )
+        if planned:
+            assert plan is not None
+            rank = 0
+            for p, pipeline in enumerate(plan["plan"]["pipelines"]):
+                for s, stage in enumerate(pipeline["stages"]):
+                    if stage["node"] == member["node"]:
+                        workers.append(
+                            {
+                                "rank": rank,
+                                "pid": member["worker_pid"],
+                                "pipeline": p,
+                                "stage": s,
+                                "layers": list(range(stage["start"], stage["stop"])),
+                            }
+                        )
+                    rank += 1
+        state = "active" if planned else ("spare" if plan else "joining")
+        nodes.append(
+            {
+                "id": member["node"],
+                "incarnation": member["incarnation"],
+                "state": state,
+                "agent_pid": member["agent_pid"],
+                "workers": workers,
+            }
+        )
+    steps = progress["steps"]
+    ended = by_kind.get("result", [None])[-1]
+    return {
+        "job": job,
+        "state": ended["state"] if ended else ("running" if plan else "waiting"),
+        "epoch": plan["epoch"] if plan else 0,
+        "step": steps[-1]["step"] if steps else (plan["step"] if plan else 0),
+        "nodes": nodes,
+    }
+
+
+def request_stop(files: RunFiles, timeout_s: float) -> Json:
+    """Asks a live run to stop at the next voted step and waits for its end; its result document.
+
+    Raises:
+        EtcdUnreachable: its etcd does not answer.
+        ElasticError: it did not end in time.
+    """
+    live = files.run()
+    if files.alive() and "etcd" in live:
+        etcd = Etcd(live["etcd"])
+        try:
+            etcd.put(Keys(live["job"]).request("stop"), b"{}")
+        finally:
+            etcd.close()
+    elif files.alive():
+        raise EtcdUnreachable(f"the run in {files.path} is still starting", "try again in a few seconds")
+    deadline = time.monotonic() + timeout_s
+    while files.alive():
+        if time.monotonic() > deadline:
+            raise ElasticError(f"the run in {files.path} did not stop within {timeout_s:.0f} s", "see its logs")
+        time.sleep(0.1)
+    return files.result() or {"job": files.path.name, "state": "unknown"}
