@@ -133,7 +133,7 @@ class Train(_Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     clip_norm: Positive | None = 1.0
     threads: Count = 1
-    non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    non_finite: Literal["stop", "skip"] = "stop"
 
     @property
     def microbatches(self) -> int:

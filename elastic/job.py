@@ -127,14 +127,20 @@ def layers_of(model: nn.Sequential) -> list[Layer]:
     """
     owners: dict[int, str] = {}
     layers = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children() leaves out a module that is used twice
+        assert child is not None
         tied = {}
         for path, parameter in child.named_parameters():
             owner = owners.setdefault(id(parameter), f"{name}.{path}")
             if owner != f"{name}.{path}":
                 tied[path] = owner
-        layers.append(Layer(name, lambda child=child: copy.deepcopy(child), tied))  # type: ignore[misc]
+        layers.append(Layer(name, lambda child=child: _copy(child), tied))  # type: ignore[misc]
     return layers
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    # Buffers by hand: a deep copy of a plain tensor copies its storage, which fake tensors do not have.
+    return copy.deepcopy(module, {id(buffer): buffer.detach().clone() for buffer in module.buffers()})
 
 
 def load_job(reference: str, params: Mapping[str, Any], seed: int, folder: str = "") -> Job:
@@ -152,6 +158,7 @@ def load_job(reference: str, params: Mapping[str, Any], seed: int, folder: str =
         raise JobError(f"job {reference!r} is not of the form module:function", "example: my_job:job")
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
+    torch.manual_seed(seed)  # for weights made while the module is imported
     try:
         if where.endswith(".py"):
             path = Path(folder, where).resolve()

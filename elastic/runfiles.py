@@ -1,7 +1,7 @@
 """The folder of a run: ``runs/<name>``, or what ``--run-dir`` says.
 
 run.json       while it is alive: its supervisor, where its etcd and Ray are, its temporary folder
-lock           held by the supervisor as long as it lives
+lock           held by the supervisor as long as it lives; its process id
 events.jsonl   every decision, in order
 steps.jsonl    every committed step
 result.json    what ``elastic run --json`` printed
@@ -10,17 +10,30 @@ logs/          one file per worker, and those of etcd and the supervisor
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tenacity import Retrying, stop_after_delay, wait_fixed
 
-from elastic.errors import UsageError
+from elastic.errors import ElasticError, UsageError
 
 Json = dict[str, Any]
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Maps what goes wrong inside to an `ElasticError` that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise ElasticError(
+            f"{path} cannot be written: {error.strerror}", "is the disk full, or --run-dir gone?"
+        ) from error
 
 
 class RunFiles:
@@ -30,10 +43,15 @@ class RunFiles:
 
     def prepare(self) -> None:
         """Makes the folder and clears what an earlier run left in it; logs are kept and appended to."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        (self.path / "lock").touch()  # its time says which run is the newest
-        for name in ("events.jsonl", "steps.jsonl", "result.json", "run.json"):
-            (self.path / name).unlink(missing_ok=True)
+        with writing(self.path):
+            self.logs.mkdir(parents=True, exist_ok=True)
+            (self.path / "lock").touch()  # its time says which run is the newest
+            for name in ("events.jsonl", "steps.jsonl", "result.json", "run.json"):
+                (self.path / name).unlink(missing_ok=True)
+
+    def owner(self) -> str:
+        """The process id of the supervisor that holds the lock, as far as it is known."""
+        return (self.path / "lock").read_text() or "unknown"
 
     def lock(self) -> int | None:
         """The descriptor of the lock, or ``None`` when a live run holds it. Children that inherit it keep it held.
@@ -117,11 +135,12 @@ class RunFiles:
 
     def _write(self, name: str, record: Json) -> None:
         new = self.path / f".{name}.new"
-        new.write_text(json.dumps(record, indent=1) + "\n")
-        new.replace(self.path / name)
+        with writing(self.path / name):
+            new.write_text(json.dumps(record, indent=1) + "\n")
+            new.replace(self.path / name)
 
     def _append(self, name: str, record: Json) -> None:
-        with (self.path / name).open("a") as file:
+        with writing(self.path / name), (self.path / name).open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 

@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from elastic.config import Config, config_from, load_config
 from elastic.errors import ElasticError, EtcdUnreachable, Interrupted, JobAlive, PlanError, from_json
-from elastic.rendezvous import Etcd, Keys
-from elastic.runfiles import RunFiles
+from elastic.rendezvous import Etcd, Keys, Put, created
+from elastic.runfiles import RunFiles, writing
 
 Json = dict[str, Any]
 TEAR_DOWN_S = 30.0
+CLEAN_UP_S = 5.0
 
 
 class Watcher(Protocol):
@@ -77,14 +80,11 @@ def execute(
     files = RunFiles((run_dir or Path("runs") / config.name).absolute())
     lock = files.lock()
     if lock is None:
-        pid = files.run().get("supervisor", "unknown")
         raise JobAlive(
-            f"job {config.name!r} is running already in {files.path} (process {pid})",
+            f"job {config.name!r} is running already in {files.path} (process {files.owner()})",
             "stop it with `elastic stop`, or give another --run-dir",
         )
-    leftover = files.run().get("temp_dir")
-    if leftover:
-        shutil.rmtree(leftover, ignore_errors=True)  # of a run whose supervisor was killed
+    _clean_up(files)
     files.prepare()
     supervisor = _Supervisor(files, lock)
     try:
@@ -137,7 +137,7 @@ class _Supervisor:
         self._files = files
         self._messages: queue.Queue[Json | None] = queue.Queue()
         self._interrupts = 0
-        with (files.logs / "supervisor.log").open("ab") as log:
+        with writing(files.logs), (files.logs / "supervisor.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "elastic.control.supervisor", str(files.path)],
                 stdin=subprocess.PIPE,
@@ -147,6 +147,8 @@ class _Supervisor:
                 start_new_session=True,  # Ctrl-C in the terminal is for the command alone
                 text=True,
             )
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(self._process.pid).encode(), 0)
         os.close(lock)  # the supervisor's copy keeps it held
         threading.Thread(target=self._read, name="supervisor", daemon=True).start()
 
@@ -177,23 +179,20 @@ class _Supervisor:
                         watcher.tick()
                     continue
                 if message is None:
+                    if self._interrupts:
+                        raise Interrupted("interrupted")
                     raise ElasticError(
                         "the supervisor of the run was killed", f"its log is {self._files.logs / 'supervisor.log'}"
                     )
                 if "error" in message:
                     raise from_json(message["error"])
                 if "result" in message:
-                    return self._final(message["result"])
+                    result: Json = message["result"]
+                    return result
                 if watcher is not None:
                     _show(watcher, message)
                 if until_formed and message.get("event", {}).get("kind") == "formed":
-                    return {"job": self._files.path.name, "state": "running", "run_dir": str(self._files.path)}
-
-    def _final(self, document: Json) -> Json:
-        if self._interrupts and document["state"] in ("stopped", "interrupted"):
-            error = Interrupted("interrupted", "run the same command again to go on")
-            document = {**document, "state": "interrupted", "error": error.as_json()}
-        return document
+                    return {"job": self._files.run()["job"], "state": "running", "run_dir": str(self._files.path)}
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -228,10 +227,32 @@ class _Supervisor:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        temp_dir = self._files.run().get("temp_dir")
-        if temp_dir:  # it was killed before it could clean up
-            shutil.rmtree(temp_dir, ignore_errors=True)
-            self._files.forget_run()
+        _clean_up(self._files)
+
+
+def _clean_up(files: RunFiles) -> None:
+    """Ends and removes what a supervisor that was killed has left: processes that use its temporary folder, and it."""
+    temp_dir = files.run().get("temp_dir")
+    if not temp_dir:
+        return
+    left = [process for process in psutil.process_iter() if _uses(process, temp_dir)]
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=CLEAN_UP_S)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+    with writing(files.path):
+        files.forget_run()
+
+
+def _uses(process: psutil.Process, folder: str) -> bool:
+    """Whether the folder is in the process's arguments or among its open files."""
+    proc = Path(f"/proc/{process.pid}")
+    try:
+        texts = [os.fsdecode((proc / "cmdline").read_bytes()), *(os.readlink(fd) for fd in (proc / "fd").iterdir())]
+    except OSError:
+        return False  # it ended meanwhile, or it is another user's
+    return any(folder in text for text in texts)
 
 
 def _show(watcher: Watcher, message: Json) -> None:
@@ -251,11 +272,11 @@ def read_status(files: RunFiles) -> Json:
     """
     result = files.result()
     live = files.run()
-    if not files.alive() or "etcd" not in live:
+    if result is not None or not files.alive() or "etcd" not in live:
         last = result or {}
         state = last.get("state", "starting" if files.alive() else "unknown")
         return {
-            "job": last.get("job", files.path.name),
+            "job": last.get("job", live.get("job", files.path.name)),
             "state": state,
             "epoch": last.get("epoch", 0),
             "step": last.get("step", 0),
@@ -328,12 +349,16 @@ def request_stop(files: RunFiles, timeout_s: float) -> Json:
         ElasticError: it did not end in time.
     """
     live = files.run()
-    if files.alive() and "etcd" in live:
-        etcd = Etcd(live["etcd"])
-        try:
-            etcd.put(Keys(live["job"]).request("stop"), b"{}")
-        finally:
-            etcd.close()
+    if files.result() is not None:
+        pass  # it is taking itself down
+    elif files.alive() and "etcd" in live:
+        keys = Keys(live["job"])
+        with Etcd(live["etcd"]) as etcd:
+            spec = etcd.get(keys.spec)
+            if spec is None:
+                raise EtcdUnreachable(f"the run in {files.path} is starting or ending", "try again in a few seconds")
+            # Only while the job has its spec: afterwards its keys are gone, and this one would stay behind.
+            etcd.txn([created(keys.spec, spec.create_revision)], [Put(keys.request("stop"), b"{}")])
     elif files.alive():
         raise EtcdUnreachable(f"the run in {files.path} is still starting", "try again in a few seconds")
     deadline = time.monotonic() + timeout_s
@@ -341,4 +366,4 @@ def request_stop(files: RunFiles, timeout_s: float) -> Json:
         if time.monotonic() > deadline:
             raise ElasticError(f"the run in {files.path} did not stop within {timeout_s:.0f} s", "see its logs")
         time.sleep(0.1)
-    return files.result() or {"job": files.path.name, "state": "unknown"}
+    return files.result() or {"job": live.get("job", files.path.name), "state": "unknown"}

@@ -321,7 +321,7 @@ VALUES: list[tuple[str, object, str]] = [
     ("train.reduction", "exat", "train.reduction must be 'exact' or 'fast', not 'exat'"),
     ("train.precision", "fp16", "train.precision must be 'fp32' or 'bf16', not 'fp16'"),
     ("train.precision", 16, "train.precision must be 'fp32' or 'bf16', not 16"),
-    ("train.non_finite", "skp", "train.non_finite must be 'stop', 'skip' or 'rollback', not 'skp'"),
+    ("train.non_finite", "skp", "train.non_finite must be 'stop' or 'skip', not 'skp'"),
     ("train.clip_norm", 0, "train.clip_norm must be above 0, not 0"),
     ("train.clip_norm", float("inf"), "train.clip_norm must be a finite number, not inf"),
     ("train.clip_norm", float("nan"), "train.clip_norm must be a finite number, not nan"),

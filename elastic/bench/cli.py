@@ -31,6 +31,34 @@ def throughput(
     print(json.dumps(document) if as_json else table(document["cases"]))
 
 
+@app.command()
+def recovery(
+    cause: Annotated[str, typer.Option(help="Comma-separated: worker, node.")] = "worker,node",
+    trials: Annotated[int, typer.Option(help="Kills per cause.", min=1)] = 10,
+    seed: Annotated[int, typer.Option(help="Chooses the victims.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """SIGKILL a worker or a whole node of a running job, and time the next committed step.
+
+    Example: elastic bench recovery --cause worker,node --trials 10
+    """
+    from elastic.bench.recovery import run_recovery
+
+    document = run_recovery(cause.split(","), trials, seed, lambda line: print(line, file=sys.stderr))
+    print(json.dumps(document) if as_json else recovery_table(document["causes"]))
+
+
+def recovery_table(causes: dict[str, dict[str, Any]]) -> str:
+    """One line per cause, seconds."""
+    phases = list(next(iter(causes.values()))["phases"])
+    lines = [f"{'cause':<10}{'trials':>7}{'median':>9}{'p90':>9}{'max':>9}{'lost':>6}  " + " ".join(phases)]
+    for name, c in causes.items():
+        figures = "".join(f"{c[key]:>9.3f}" for key in ("median_s", "p90_s", "max_s"))
+        each = " ".join(f"{c['phases'][phase]:.3f}" for phase in phases)
+        lines.append(f"{name:<10}{c['trials']:>7}{figures}{c['lost_steps']:>6}  {each}")
+    return "\n".join(lines)
+
+
 def table(cases: dict[str, dict[str, Any]]) -> str:
     """The cases as aligned columns."""
     lines = [f"{'case':<18}{'ours':>10}{'peer':>10}{'ratio':>8}"]

@@ -22,10 +22,11 @@ from elastic.bench.throughput import WINDOW_STEPS, bench_config
 from elastic.config import Config
 from elastic.engine.comm import Groups, form
 from elastic.engine.cursor import Cursor
+from elastic.engine.gate import Gate
 from elastic.engine.gradients import FIRST_EXPONENT
 from elastic.engine.inspection import Inspection, inspect_job
 from elastic.engine.layers import build_layer
-from elastic.engine.step import Epoch, Progress, load
+from elastic.engine.step import Epoch, Member, Progress, load
 from elastic.engine.units import units_of
 from elastic.job import Job, load_job
 from elastic.planning import Node, Pipeline, Plan, Stage, make_plan
@@ -53,7 +54,8 @@ def our_step(job: Job, config: Config, inspection: Inspection, plan: Plan, group
     layers = {i: build_layer(job, i, config.train.seed) for i in range(place.start, place.stop)}
     progress = Progress(0, [FIRST_EXPONENT] * len(units_of(job)))
     boundaries = [(tuple(shape), dtype) for shape, dtype in inspection.boundaries]
-    epoch = Epoch(job, config.train, boundaries, plan, groups, layers, progress, CPU, lambda _: None, lambda: False)
+    member = Member(epoch=1, lineage=0, gate=Gate())
+    epoch = Epoch(job, config.train, boundaries, plan, groups, layers, progress, CPU, member)
 
     def step() -> None:
         if epoch.step() is not None:
@@ -80,7 +82,7 @@ class PlainStep:
 
     def data(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
         wanted = [(m, self._cursor.samples(self._step, m)) for m in self._microbatches]
-        return load(self._job.dataset, wanted, self._first, self._last, CPU)
+        return load(self._job.dataset, wanted, self._first, self._last, CPU, (0, "sample", self._step))
 
     def finish(self, weight: float, squared_norm: Tensor) -> None:
         clip = self._train.clip_norm or 1.0
@@ -164,7 +166,7 @@ def main(rank: int, processes: int, stages: int, trials: int, store: str) -> Non
     job = load_job(config.job, config.params, config.train.seed)
     inspection = inspect_job(job, config.train)
     plan = plan_of(inspection, config, processes, stages)
-    groups = form(plan, rank, units_of(job), store, f"{processes}/{stages}", timeout_s=120)
+    groups = form(plan, rank, units_of(job), store, f"{processes}/{stages}", 60, 60, 300)
     contenders: dict[str, Step] = {}
     for name in ("fast", "exact"):
         chosen = config.model_copy(update={"train": config.train.model_copy(update={"reduction": name})})

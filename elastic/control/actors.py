@@ -7,7 +7,9 @@ go through etcd, never through actor calls.
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import threading
 import traceback
 import uuid
@@ -71,7 +73,9 @@ class AgentActor:
             folder=site.folder or os.getcwd(),
             log_dir=site.log_dir or session.get_logs_dir_path(),
         )
-        _in_thread("agent", Agent(spec).run)
+        agent = Agent(spec)
+        signal.signal(signal.SIGTERM, lambda *_: agent.drain())  # a preemption: hand the work over, then go
+        _in_thread("agent", agent.run)
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -93,13 +97,40 @@ class RayFleet:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._agents: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._local = [f"node-{i}" for i in range(site.nodes or 0)]
+        self._released: set[str] = set()
+
+    def resize(self, nodes: int) -> None:
+        with self._lock:
+            free = (f"node-{i}" for i in itertools.count() if f"node-{i}" not in self._local)
+            while len(self._local) < nodes:
+                name = next(free)
+                self._released.discard(name)
+                self._local.append(name)
+
+    def release(self, node: str) -> None:
+        with self._lock:
+            self._released.add(node)
+            self._local = [name for name in self._local if name != node]
+            self._agents.pop(node, None)
+        try:
+            agent = ray.get_actor(node, namespace(self._site.job))
+        except ValueError:
+            return
+        ray.kill(agent, no_restart=True)
 
     def ensure(self) -> int:
+        with self._lock:
+            return self._ensure()
+
+    def _ensure(self) -> int:
         if self._site.nodes is not None:
             here = ray.get_runtime_context().get_node_id()
-            wanted = {f"node-{i}": here for i in range(self._site.nodes)}
+            wanted = dict.fromkeys(self._local, here)
         else:
-            wanted = {f"node-{node['NodeID'][:8]}": node["NodeID"] for node in ray_nodes() if node["Alive"]}
+            alive = {f"node-{node['NodeID'][:8]}": node["NodeID"] for node in ray_nodes() if node["Alive"]}
+            wanted = {name: node_id for name, node_id in alive.items() if name not in self._released}
         for name, node_id in wanted.items():
             if name not in self._agents:
                 self._agents[name] = start_agent(self._site, name, node_id)

@@ -10,44 +10,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from elastic.config import Config
-from elastic.control.state import (
-    Broken,
-    Effect,
-    Event,
-    Expected,
-    Failed,
-    Finish,
-    Formed,
-    Joined,
-    Left,
-    Member,
-    Publish,
-    RankEnded,
-    Record,
-    Refused,
-    Settings,
-    State,
-    StopRequested,
-    Tick,
-    WorkerExited,
-    advance,
-)
+from elastic.control import state as st
+from elastic.control.outcome import Outcome, Report
+from elastic.control.probe import Prober
 from elastic.planning import ModelProfile, Plan
-from elastic.rendezvous import KV, Etcd, Keys, Leadership, Lease, Put, watch_prefix
-from elastic.rendezvous.watch import Watch
+from elastic.rendezvous import KV, Delete, Etcd, Keys, Leadership, Lease, Op, Put, Watch, watch_prefix
 
 Json = dict[str, Any]
 TICK_S = 1.0
 
 
 class Fleet(Protocol):
-    """Whoever starts agents. Called once a second."""
+    """Whoever starts agents."""
 
     def ensure(self) -> int:
-        """Starts an agent on every node that has none; returns how many nodes there are."""
+        """Starts an agent on every node that has none; returns how many nodes there are. Called once a second."""
+        ...
+
+    def resize(self, nodes: int) -> None:
+        """A local run is to have this many nodes; nodes above leave by `release`."""
+        ...
+
+    def release(self, node: str) -> None:
+        """The node has handed over its work: its agent is not wanted any more."""
         ...
 
 
@@ -71,10 +60,11 @@ class Controller:
         self._keys = Keys(job)
         self._fleet, self._identity, self._clock, self._wall = fleet, identity, clock, wall
         self._etcd = Etcd(endpoints)
-        self._inbox: queue.Queue[list[Event]] = queue.Queue()
+        self._inbox: queue.Queue[list[st.Event]] = queue.Queue()
         self._members: dict[str, str] = {}  # incarnation by node, as read from etcd
         self._sequence = 0
         self._done = threading.Event()
+        self._prober = Prober(lambda agent: self._inbox.put([st.AgentGone(agent)]))
 
     def run(self) -> None:
         """Leads until the job has ended; then its result is in etcd."""
@@ -91,124 +81,154 @@ class Controller:
             self._lead(settings_of(config, spec), leadership)
         finally:
             self._done.set()
+            self._prober.close()
             leadership.resign()
             lease.close()
             self._etcd.close()
 
-    def _lead(self, settings: Settings, leadership: Leadership) -> None:
+    def _lead(self, settings: st.Settings, leadership: Leadership) -> None:
         listed, watch = watch_prefix(self._etcd, self._keys.root)
         state = self._restore(settings, listed)
-        threading.Thread(target=self._follow, args=(watch,), name="follow", daemon=True).start()
-        threading.Thread(target=self._call_fleet, name="fleet", daemon=True).start()
         for kv in listed:
             for event in self._events_of(kv):
-                state = self._carry_out(*advance(state, event, self._clock()), leadership)
+                state = self._step(state, event, leadership)
+        threading.Thread(target=self._follow, args=(watch,), name="follow", daemon=True).start()
+        threading.Thread(target=self._call_fleet, name="fleet", daemon=True).start()
         while state.phase != "ended":
             try:
                 events = self._inbox.get(timeout=TICK_S)
             except queue.Empty:
-                events = [Tick()]
+                events = [st.Tick()]
             for event in events:
-                state = self._carry_out(*advance(state, event, self._clock()), leadership)
+                state = self._step(state, event, leadership)
         watch.close()
 
-    def _restore(self, settings: Settings, listed: Iterable[KV]) -> State:
+    def _step(self, state: st.State, event: st.Event, leadership: Leadership) -> st.State:
+        """One decision, and all its effects in one fenced transaction."""
+        state, effects = st.advance(state, event, self._clock())
+        if effects:
+            leadership.fenced([op for effect in effects for op in self._ops(effect, leadership.fence)])
+            for effect in effects:
+                if isinstance(effect, st.Release):
+                    self._fleet.release(effect.node)
+        return state
+
+    def _restore(self, settings: st.Settings, listed: Iterable[KV]) -> st.State:
         """The state after the last plan; reports and members that are listed are applied on top of it as events."""
-        state = State(settings, changed_at=self._clock())
+        newest, plans, step = 0, [], 0
         for kv in listed:
             parsed = self._keys.parse(kv.key)
             if parsed.kind == "event":
                 self._sequence = max(self._sequence, (parsed.number or 0) + 1)
             elif parsed.kind == "plan":
-                record = json.loads(kv.value)
-                members = {name: Member(**member) for name, member in record["members"].items()}
-                state = State(
-                    settings,
-                    phase="forming",
-                    changed_at=self._clock(),
-                    epoch=record["epoch"],
-                    step=record["step"],
-                    plan=Plan.from_json(record["plan"]),
-                    in_plan=members,
-                )
+                plans.append(publish_of(json.loads(kv.value)))
+            elif parsed.kind == "epoch":
+                newest = int(kv.value)
+            elif parsed.kind == "progress":
+                step = json.loads(kv.value)["steps"][-1]["step"]
+        state = st.State(settings, changed_at=self._clock(), step=step, progressed_at=self._clock())
+        if not plans:
+            return state
+        last = plans[-1]
+        state = replace(
+            state, phase="forming", epoch=max(newest, last.epoch), lineage=last.lineage, published=last,
+            opened_at=self._clock(), published_at=self._clock(), members=dict(last.members),
+        )  # fmt: skip
+        self._members = {name: member.incarnation for name, member in last.members.items()}
+        if newest > last.epoch:
+            return replace(state, phase="freezing")
+        before = next((plan for plan in plans if plan.epoch == last.switch_from), None)
+        if before is not None and newest < last.epoch:
+            state = replace(state, phase="running", published=before, switching=last, current=before.epoch)
         return state
 
     def _follow(self, watch: Watch) -> None:
         while not self._done.is_set():
             for event in watch.get(timeout_s=1.0):
-                if event.kind == "put":
-                    self._inbox.put(list(self._events_of(event.kv)))
-                else:
-                    self._inbox.put(list(self._gone(event.kv.key)))
+                found = self._events_of(event.kv) if event.kind == "put" else self._gone(event.kv.key)
+                self._inbox.put(list(found))
 
     def _call_fleet(self) -> None:
         while not self._done.is_set():
-            self._inbox.put([Expected(self._fleet.ensure())])
+            self._inbox.put([st.Expected(self._fleet.ensure())])
             self._done.wait(TICK_S)
 
-    def _events_of(self, kv: KV) -> Iterable[Event]:
+    def _events_of(self, kv: KV) -> Iterable[st.Event]:
         """What a written key means to the state machine."""
         parsed = self._keys.parse(kv.key)
-        if parsed.kind == "member":
-            member = Member(**json.loads(kv.value))
-            self._members[member.node] = member.incarnation
-            yield Joined(member)
-        elif parsed.kind == "request" and parsed.name == "stop":
-            yield StopRequested()
-        elif parsed.kind == "report":
-            report = json.loads(kv.value)
-            node, epoch = parsed.name or "", report.get("epoch", parsed.number or 0)
-            match report["ev"]:
-                case "formed":
-                    yield Formed(node, epoch)
-                case "end":
-                    yield RankEnded(
-                        node, epoch, report["kind"], report["step"], report["reason"], report["loss"],
-                        report["digests"], report["ledger"],
-                    )  # fmt: skip
-                case "error":
-                    yield Failed(node, epoch, report["error"])
-                case "refused":
-                    yield Refused(node, report["reason"])
-                case "broken":
-                    yield Broken(node, epoch, report["reason"])
-                case "exit":
-                    yield WorkerExited(node, report["incarnation"], report["code"], report["log"])
+        node = parsed.name or ""
+        match parsed.kind:
+            case "member":
+                member = st.Member(**json.loads(kv.value))
+                self._members[member.node] = member.incarnation
+                self._prober.watch(member.agent)
+                yield st.Joined(member)
+            case "exit":
+                record = json.loads(kv.value)
+                age = self._age(record)
+                yield st.WorkerExited(node, record["incarnation"], record["code"], record["log"], age)
+            case "progress":
+                yield st.Progressed(json.loads(kv.value)["steps"][-1]["step"])
+            case "report":
+                yield from self._reported(node, json.loads(kv.value))
+            case "request":
+                yield from self._requested(node, kv.value)
 
-    def _gone(self, key: str) -> Iterable[Event]:
+    def _requested(self, name: str, value: bytes) -> Iterable[st.Event]:
+        kind, _, node = name.partition(".")
+        if kind == "stop":
+            yield st.StopRequested()
+        elif kind == "drain":
+            yield st.DrainRequested(node)
+        elif kind == "nodes":
+            self._fleet.resize(int(value))
+            yield st.SizeRequested(int(value))
+
+    def _reported(self, node: str, report: Json) -> Iterable[st.Event]:
+        epoch = report.get("epoch", 0)
+        match report["ev"]:
+            case "refused":
+                yield st.Refused(node, report["reason"])
+            case "frozen":
+                yield st.Frozen(node, report["incarnation"], epoch, report_of(report))
+            case "formed":
+                yield st.Formed(node, epoch, report["form_s"], report["transfer_s"])
+            case "voted":
+                yield st.Voted(node, epoch, report["pause_s"], report["step_s"], report["at"])
+            case "end":
+                yield st.RankEnded(
+                    node, epoch, report["kind"], report["step"], report["reason"], report["loss"],
+                    report["digests"], report["ledger"],
+                )  # fmt: skip
+            case "error":
+                yield st.Failed(node, epoch, report["step"], report["error"], self._age(report))
+            case "broken":
+                yield st.Broken(node, epoch, report["reason"], self._age(report))
+
+    def _age(self, record: Json) -> float:
+        return max(0.0, self._wall() - float(record["at"]))
+
+    def _gone(self, key: str) -> Iterable[st.Event]:
         parsed = self._keys.parse(key)
         if parsed.kind == "member" and parsed.name in self._members:
-            yield Left(parsed.name, self._members.pop(parsed.name))
+            yield st.Left(parsed.name, self._members.pop(parsed.name))
 
-    def _carry_out(self, state: State, effects: Sequence[Effect], leadership: Leadership) -> State:
-        """Writes all effects of one decision in one fenced transaction."""
-        if effects:
-            leadership.fenced([put for effect in effects for put in self._puts(effect, leadership.fence)])
-        return state
-
-    def _puts(self, effect: Effect, fence: int) -> Iterable[Put]:
+    def _ops(self, effect: st.Effect, fence: int) -> Iterable[Op]:
         match effect:
-            case Record(kind, data):
-                yield self._event(kind, data)
-            case Publish(epoch, plan, members, step, reason):
-                nodes = {place.rank: place.node for place in plan.ranks()}
-                record = {
-                    "epoch": epoch,
-                    "token": fence,
-                    "plan": plan.to_json(),
-                    "members": {name: member.__dict__ for name, member in members.items()},
-                    "ranks": {node: rank for rank, node in nodes.items()},
-                    "store": members[nodes[0]].store,
-                    "step": step,
-                    "reason": reason,
-                }
+            case st.Freeze(epoch) | st.Current(epoch):
                 yield Put(self._keys.epoch, str(epoch).encode())
-                yield Put(self._keys.plan(epoch), json.dumps(record).encode())
+            case st.Record(kind, data):
+                yield self._event(kind, data)
+            case st.Publish(epoch, plan, reason=reason):
+                yield Put(self._keys.plan(epoch), json.dumps(record_of(effect, fence)).encode())
                 pipelines = [[stage.node for stage in pipeline.stages] for pipeline in plan.pipelines]
                 yield self._event(
                     "plan", {"epoch": epoch, "pipelines": pipelines, "spares": list(plan.spares), "reason": reason}
                 )
-            case Finish(result):
+            case st.Release(node):
+                yield Put(self._keys.request(f"release.{node}"), self._members.get(node, "").encode())
+                yield Delete(self._keys.request(f"drain.{node}"))
+            case st.Finish(result):
                 yield Put(self._keys.result, json.dumps(result).encode())
 
     def _event(self, kind: str, data: Any) -> Put:
@@ -217,10 +237,71 @@ class Controller:
         return Put(self._keys.event(record["seq"]), json.dumps(record).encode())
 
 
-def settings_of(config: Config, spec: Json) -> Settings:
+def record_of(publish: st.Publish, fence: int) -> Json:
+    """A plan as it stands in etcd, and as workers get it."""
+    ranks = {place.node: place.rank for place in publish.plan.ranks()}
+    first = min(ranks, key=lambda node: ranks[node])
+    return {
+        "epoch": publish.epoch,
+        "token": fence,
+        "plan": publish.plan.to_json(),
+        "members": {name: member.__dict__ for name, member in publish.members.items()},
+        "ranks": ranks,
+        "store": publish.members[first].store,
+        "outcome": None if publish.outcome is None else publish.outcome.__dict__,
+        "version": publish.version,
+        "lineage": publish.lineage,
+        "from_seeds": publish.from_seeds,
+        "sources": {
+            node: {str(layer): [publish.members[source].layers for source in nodes] for layer, nodes in layers.items()}
+            for node, layers in publish.sources.items()
+        },
+        "source_nodes": {
+            node: {str(k): list(v) for k, v in layers.items()} for node, layers in publish.sources.items()
+        },
+        "switch_from": publish.switch_from,
+        "form_timeout_s": publish.form_s,
+        "reason": publish.reason,
+    }
+
+
+def publish_of(record: Json) -> st.Publish:
+    """The inverse of `record_of`, for a controller that starts again."""
+    outcome = record["outcome"]
+    return st.Publish(
+        epoch=record["epoch"],
+        plan=Plan.from_json(record["plan"]),
+        members={name: st.Member(**member) for name, member in record["members"].items()},
+        outcome=None if outcome is None else Outcome(**outcome),
+        version=None if record["version"] is None else tuple(record["version"]),
+        lineage=record["lineage"],
+        from_seeds=record["from_seeds"],
+        sources={
+            node: {int(layer): tuple(nodes) for layer, nodes in layers.items()}
+            for node, layers in record["source_nodes"].items()
+        },
+        switch_from=record["switch_from"],
+        form_s=record["form_timeout_s"],
+        reason=record["reason"],
+    )
+
+
+def report_of(report: Json) -> Report:
+    """What a frozen worker wrote."""
+    vote = report["vote"]
+    return Report(
+        voter=report["voter"],
+        step=report["step"],
+        prepared=report["prepared"],
+        vote=None if vote is None else (vote[0], vote[1], vote[2]),
+        holds={int(layer): (v[0], v[1], v[2]) for layer, v in report["holds"].items()},
+    )
+
+
+def settings_of(config: Config, spec: Json) -> st.Settings:
     """The state machine's settings from the job's config and what the inspection found."""
     profile = ModelProfile.from_json(spec["profile"])
-    return Settings(
+    return st.Settings(
         profile=profile,
         layers=tuple(layer.name for layer in profile.layers),
         microbatches=config.train.microbatches,
@@ -228,4 +309,5 @@ def settings_of(config: Config, spec: Json) -> Settings:
         device_bytes=config.cluster.device_memory,
         min_nodes=config.cluster.min_nodes,
         exact=config.train.reduction == "exact",
+        rollback_after_s=config.detection.rollback_after_s,
     )

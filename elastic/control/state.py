@@ -1,20 +1,30 @@
-"""The controller's state machine. Pure: ``(state, event, now) → (state, effects)``; every effect carries its reason.
+"""The controller's state machine. Pure: ``(state, event, now) → (state, effects)``; every decision carries its reason.
 
 The same function is driven by the controller against etcd, by tests, and by a simulator in virtual time. It sees
 events, not clocks: ``now`` is seconds on any monotonic clock.
+
+    waiting ──► forming ──► running ──► ended
+       ▲           │  ▲        │ │
+       │           ▼  │        │ └─ a join or drain: the next plan is published while training goes on, and the
+       └──────── freezing ◄────┘    members switch to it at a voted step
+
+A failure opens the next epoch (`Freeze`): every worker stops and reports. When every member of the last plan has
+reported or is excluded, the outcome of the open step and the next plan are decided and published together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elastic.control.outcome import Outcome, Report, Version, decide, holdings, version_after
 from elastic.digest import combined_digest
-from elastic.errors import ConfigError, ElasticError, NodeLost, NonFinite, PlanError, from_json
-from elastic.planning import ModelProfile, Node, Plan, TooFewNodes, make_plan
+from elastic.errors import ConfigError, ElasticError, NodeLost, NonFinite, PlanError, UserCodeError, from_json
+from elastic.planning import ModelProfile, Node, Plan, TooFewNodes, Transfer, reconfigure
 
-Json = dict[str, Any]
+MAX_TRIES = 3  # of a step that the user's code raises in
+MAX_BROKEN = 5  # epochs in a row that break although nobody died
 
 
 @dataclass(frozen=True)
@@ -22,9 +32,14 @@ class Settings:
     """What does not change during a run.
 
     Attributes:
-        min_nodes: below this many nodes nothing starts.
-        settle_s: when not all expected nodes came, start with those there after this long without a new one.
         layers: names, in order; what digests are combined over.
+        min_nodes: below this many nodes nothing runs.
+        settle_s: at the start, go without the missing nodes after this long without a new one.
+        join_settle_s: later, take several joiners in one plan if they come within this time.
+        freeze_s: a member that has not reported this long after a freeze is excluded.
+        form_s: bound for forming; doubled after each epoch that did not form.
+        rollback_after_s: how long holders that may still live are waited for.
+        suspect_s: a member whose lease has expired is excluded after this long without an announced step.
     """
 
     profile: ModelProfile
@@ -35,15 +50,27 @@ class Settings:
     min_nodes: int
     exact: bool
     settle_s: float = 10.0
+    join_settle_s: float = 0.5
+    freeze_s: float = 10.0
+    form_s: float = 5.0
+    rollback_after_s: float = 15.0
+    suspect_s: float = 5.0
 
 
 @dataclass(frozen=True)
 class Member:
-    """One incarnation of a node, ready to be planned in. ``store`` is ``host:port`` of its worker's c10d store."""
+    """One incarnation of a node's worker, ready to be planned in.
+
+    Attributes:
+        agent: address of the agent's probe server; all incarnations of one agent process share it.
+        store, layers: addresses of the worker's c10d store and layer server.
+    """
 
     node: str
     incarnation: str
+    agent: str
     store: str
+    layers: str
     agent_pid: int
     worker_pid: int
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -64,10 +91,28 @@ class Refused:
 
 @dataclass(frozen=True)
 class Left:
-    """The member key of this incarnation is gone: its lease ran out, or it was taken back."""
+    """The member key of this incarnation is gone: its lease ran out. Proves nothing about the process."""
 
     node: str
     incarnation: str
+
+
+@dataclass(frozen=True)
+class AgentGone:
+    """The process of the agent has ended, and its workers with it; proven."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker process ended although nobody told it to; ``log`` names the file that may say why; ``age_s`` ago."""
+
+    node: str
+    incarnation: str
+    code: int
+    log: str
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,9 +123,40 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    node: str
+    incarnation: str
+    epoch: int
+    report: Report
+
+
+@dataclass(frozen=True)
 class Formed:
     node: str
     epoch: int
+    form_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Voted:
+    """The first vote of an epoch has passed; every rank has formed, then.
+
+    ``pause_s`` is the time since this rank's last vote before, ``step_s`` what a step took then; ``None`` for a joiner.
+    """
+
+    node: str
+    epoch: int
+    pause_s: float | None = None
+    step_s: float | None = None
+    at: float | None = None  # wall-clock seconds, only passed on
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """Announced steps have reached ``step``: votes pass."""
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -103,26 +179,19 @@ class Failed:
 
     node: str
     epoch: int
+    step: int
     error: Mapping[str, str]
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A collective failed on this node."""
+    """A collective or a transfer failed on this node: a peer is gone, or the network."""
 
     node: str
     epoch: int
     reason: str
-
-
-@dataclass(frozen=True)
-class WorkerExited:
-    """A worker process ended although nobody told it to; ``log`` names the file that may say why."""
-
-    node: str
-    incarnation: str
-    code: int
-    log: str
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,22 +200,88 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class DrainRequested:
+    """The node is to hand over its work and go."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class SizeRequested:
+    """A local run is to have this many nodes; those above leave as by a drain, those missing are started elsewhere."""
+
+    nodes: int
+
+
+@dataclass(frozen=True)
 class Tick:
     pass
 
 
-Event = Joined | Refused | Left | Expected | Formed | RankEnded | Failed | Broken | WorkerExited | StopRequested | Tick
+Event = (
+    Joined
+    | Refused
+    | Left
+    | AgentGone
+    | WorkerExited
+    | Expected
+    | Frozen
+    | Formed
+    | Voted
+    | Progressed
+    | RankEnded
+    | Failed
+    | Broken
+    | StopRequested
+    | DrainRequested
+    | SizeRequested
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Open this epoch: every worker stops and reports."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Write this plan as the next epoch, in one fenced transaction with the record of why."""
+    """Write this plan, in one fenced transaction with its reason and the outcome of the open step.
+
+    Attributes:
+        version: of every layer at the start; ``None`` for a switch, which decides it by its vote.
+        sources: for each node, the layers it must fetch, and the nodes that hold them.
+        from_seeds: nobody holds anything: start at step 0 of ``lineage``.
+        switch_from: the epoch whose members switch at a voted step; ``None`` if they are frozen.
+    """
 
     epoch: int
     plan: Plan
     members: Mapping[str, Member]
-    step: int
+    outcome: Outcome | None
+    version: Version | None
+    lineage: int
+    from_seeds: bool
+    sources: Mapping[str, Mapping[int, tuple[str, ...]]]
+    switch_from: int | None
+    form_s: float
     reason: str
+
+
+@dataclass(frozen=True)
+class Current:
+    """The epoch is the one that counts: its members' writes are accepted."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """The node has handed over everything and may go."""
+
+    node: str
 
 
 @dataclass(frozen=True)
@@ -164,33 +299,73 @@ class Finish:
     result: Mapping[str, Any]
 
 
-Effect = Publish | Record | Finish
+Effect = Freeze | Publish | Current | Release | Record | Finish
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One cause of a recovery under way. ``cause`` is ``worker``, ``node``, ``error`` or ``broken``."""
+
+    cause: str
+    node: str
+    incarnation: str
+    at: float  # when its first sign was seen
 
 
 @dataclass(frozen=True)
 class State:
     """
     Attributes:
-        phase: ``waiting`` (no epoch runs), ``forming``, ``running`` or ``ended``.
+        phase: ``waiting`` (nothing runs), ``forming``, ``running``, ``freezing`` or ``ended``.
         members: live incarnations by node.
-        changed_at: when the membership last changed, for `Settings.settle_s`.
-        plan, in_plan: of the current epoch; ``in_plan`` holds the incarnations planned in.
-        formed, ends: what the epoch's nodes reported.
-        waiting_for: why nothing runs, as last recorded.
+        expected, refused, changed_at: of the start, see `Settings.settle_s`.
+        epoch: the newest number given out.
+        plan, published: the last plan; ``in_plan`` the incarnations it names.
+        current: the newest epoch that has formed.
+        reports: of this attempt; ``evidence``: reports since the last plan, also of the dead.
+        losses, opened_at, decided_at, published_at, formed_at: of the recovery under way, for its record.
+        unproven: incarnations that are excluded and may still live, and since when.
+        tries: how often each step has raised in the user's code.
+        broken_in_a_row, unformed_in_a_row: epochs that broke without a death, or did not form, since the last vote.
+        suspects: members whose lease has expired while votes pass, and since when.
+        step, progressed_at: of the last announced step.
+        measured: the last switch whose pause has been recorded.
+        size: how many nodes were asked for since the start, if any.
+        switching: the plan published for a switch that has not formed yet, if any, replaces ``plan`` when it has.
     """
 
     settings: Settings
     phase: str = "waiting"
     members: Mapping[str, Member] = field(default_factory=dict)
-    refused: frozenset[str] = frozenset()
     expected: int | None = None
+    refused: frozenset[str] = frozenset()
     changed_at: float = 0.0
     epoch: int = 0
-    step: int = 0
-    plan: Plan | None = None
-    in_plan: Mapping[str, Member] = field(default_factory=dict)
+    current: int = 0
+    lineage: int = 0
+    published: Publish | None = None
+    switching: Publish | None = None
     formed: frozenset[str] = frozenset()
     ends: Mapping[str, RankEnded] = field(default_factory=dict)
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    evidence: Mapping[str, Report] = field(default_factory=dict)
+    losses: tuple[Loss, ...] = ()
+    opened_at: float = 0.0
+    decided_at: float = 0.0
+    published_at: float = 0.0
+    formed_at: float = 0.0
+    transfer_s: float = 0.0
+    lost_steps: int = 0
+    unproven: Mapping[str, float] = field(default_factory=dict)
+    tries: Mapping[int, int] = field(default_factory=dict)
+    broken_in_a_row: int = 0
+    unformed_in_a_row: int = 0
+    draining: frozenset[str] = frozenset()
+    suspects: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    progressed_at: float = 0.0
+    measured: int = 0
+    size: int | None = None
     stop: bool = False
     waiting_for: str = ""
 
@@ -209,53 +384,69 @@ def advance(state: State, event: Event, now: float) -> Result:
             return _refused(state, node, reason)
         case Left(node, incarnation):
             return _left(state, node, incarnation, now)
+        case AgentGone(agent):
+            return _agent_gone(state, agent, now)
+        case WorkerExited():
+            return _worker_exited(state, event, now)
         case Expected(nodes):
-            return _maybe_start(replace(state, expected=nodes), now, [])
-        case Formed(node, epoch):
-            return _formed(state, node, epoch)
+            return _progress(replace(state, expected=nodes), now)
+        case Frozen():
+            return _frozen(state, event, now)
+        case Formed(node, epoch, _, transfer_s):
+            return _formed(state, node, epoch, transfer_s, now)
+        case Voted():
+            return _voted(state, event, now)
+        case Progressed(step):
+            return replace(state, step=max(state.step, step), progressed_at=now), []
         case RankEnded():
             return _rank_ended(state, event)
-        case Failed(node, epoch, error):
-            if epoch in (0, state.epoch):
-                return _finish_failed(state, from_json(dict(error)), node)
-        case Broken(node, epoch, reason):
-            if epoch == state.epoch:
-                return _finish_failed(state, NodeLost(f"a collective failed on {node}: {reason}"), node)
-        case WorkerExited(node, incarnation, code, log):
-            return _worker_exited(state, node, incarnation, code, log)
+        case Failed():
+            return _failed(state, event, now)
+        case Broken():
+            return _broken(state, event, now)
         case StopRequested():
             return _stop_requested(state)
+        case DrainRequested(node):
+            return _drain_requested(state, node, now)
+        case SizeRequested(nodes):
+            return _size_requested(state, nodes, now)
         case Tick():
-            return _maybe_start(state, now, [])
-    return state, []
+            return _progress(state, now)
+
+
+# Who is there.
+
+
+def ranked(publish: Publish | None) -> frozenset[str]:
+    """The nodes that compute under a plan."""
+    if publish is None:
+        return frozenset()
+    return frozenset(stage.node for pipeline in publish.plan.pipelines for stage in pipeline.stages)
 
 
 def _joined(state: State, member: Member, now: float) -> Result:
-    refused = _refusal(state, member)
+    refused = _numerics(state, member)
     if refused:
         return state, [Record("node_refused", {"node": member.node, "reason": refused})]
     known = state.members.get(member.node)
     if known is not None and known.incarnation == member.incarnation:
         return state, []
+    effects: list[Effect] = []
+    if known is not None:  # its next incarnation is here: the old one is gone
+        state, effects = _lose(state, known, "node" if known.agent != member.agent else "worker", now, now, proven=True)
     state = replace(state, members={**state.members, member.node: member}, changed_at=now)
-    data = {"node": member.node, "incarnation": member.incarnation}
-    return _maybe_start(state, now, [Record("node_joined", data)])
+    effects.append(Record("node_joined", {"node": member.node, "incarnation": member.incarnation}))
+    state, more = _trim(state)
+    return _progress(state, now, [*effects, *more])
 
 
-def _refused(state: State, node: str, reason: str) -> Result:
-    refused = state.refused | {node}
-    effects: list[Effect] = [Record("node_refused", {"node": node, "reason": reason})]
-    state = replace(state, refused=refused)
-    if state.expected is not None and len(refused) >= state.expected:
-        return _finish_failed(state, ConfigError(f"every node was refused; {node}: {reason}"), node, effects)
-    return state, effects
-
-
-def _refusal(state: State, member: Member) -> str:
+def _numerics(state: State, member: Member) -> str:
     """Why the member cannot be in an exact job: its bits would differ from those of the members before it."""
     if not state.settings.exact:
         return ""
     for other in state.members.values():
+        if other.node == member.node:
+            continue
         theirs, mine = other.fingerprint, member.fingerprint
         keys = sorted(key for key in theirs.keys() | mine.keys() if theirs.get(key) != mine.get(key))
         if keys:
@@ -264,77 +455,511 @@ def _refusal(state: State, member: Member) -> str:
     return ""
 
 
-def _left(state: State, node: str, incarnation: str, now: float) -> Result:
-    member = state.members.get(node)
-    if member is None or member.incarnation != incarnation:
-        return state, []
-    members = {name: other for name, other in state.members.items() if name != node}
-    state = replace(state, members=members, changed_at=now)
-    effects: list[Effect] = [Record("node_left", {"node": node, "incarnation": incarnation})]
-    if state.phase in ("forming", "running") and _planned(state, node, incarnation) and node not in state.ends:
-        state, more = _finish_failed(state, NodeLost(f"{node} was lost in epoch {state.epoch}"), node)
-        return state, effects + more
+def _refused(state: State, node: str, reason: str) -> Result:
+    refused = state.refused | {node}
+    effects: list[Effect] = [Record("node_refused", {"node": node, "reason": reason})]
+    state = replace(state, refused=refused)
+    if state.epoch == 0 and state.expected is not None and len(refused) >= state.expected:
+        return _finish_failed(state, ConfigError(f"every node was refused; {node}: {reason}"), node, effects)
     return state, effects
 
 
-def _planned(state: State, node: str, incarnation: str) -> bool:
-    member = state.in_plan.get(node)
-    return member is not None and member.incarnation == incarnation
+def _left(state: State, node: str, incarnation: str, now: float) -> Result:
+    """An expired lease is a report: epochs go on as long as their votes pass, which need every member."""
+    member = state.members.get(node)
+    if member is None or member.incarnation != incarnation:
+        return state, []
+    if state.phase == "running" and node in ranked(state.published):
+        data = {"node": node, "incarnation": incarnation}
+        return replace(state, suspects={**state.suspects, node: now}), [Record("lease_expired", data)]
+    state, effects = _lose(state, member, "node", now, now, proven=False)
+    return _progress(state, now, effects)
 
 
-def _maybe_start(state: State, now: float, effects: list[Effect]) -> Result:
-    """Plans the first epoch when all expected nodes are there, or enough of them and no more come."""
-    if state.phase != "waiting":
-        return state, effects
-    settings, here = state.settings, len(state.members)
+def _agent_gone(state: State, agent: str, now: float) -> Result:
+    effects: list[Effect] = []
+    for member in [member for member in state.members.values() if member.agent == agent]:
+        state, more = _lose(state, member, "node", now, now, proven=True)
+        effects += more
+    return _progress(state, now, effects)
+
+
+def _worker_exited(state: State, event: WorkerExited, now: float) -> Result:
+    member = state.members.get(event.node)
+    how = f"by signal {-event.code}" if event.code < 0 else f"with exit code {event.code}"
+    if member is None or member.incarnation != event.incarnation:
+        tries = {**state.tries, -1: state.tries.get(-1, 0) + 1}
+        if state.epoch == 0 and tries[-1] >= MAX_TRIES:
+            error = NodeLost(f"the worker of {event.node} ended {how} before it was ready", f"its log is {event.log}")
+            return _finish_failed(state, error, event.node)
+        return replace(state, tries=tries), []
+    state, effects = _lose(state, member, "worker", now - event.age_s, now, proven=True)
+    return _progress(state, now, effects)
+
+
+def _lose(state: State, member: Member, cause: str, at: float, now: float, *, proven: bool) -> Result:
+    """Takes an incarnation out, whose loss first showed at ``at``; opens the next epoch if the running one needs it."""
+    members = {node: other for node, other in state.members.items() if node != member.node}
+    unproven = dict(state.unproven)
+    if not proven:
+        unproven[member.incarnation] = now
+    data = {"node": member.node, "incarnation": member.incarnation, "cause": cause}
+    state = replace(
+        state,
+        members=members,
+        unproven=unproven,
+        draining=state.draining - {member.node},
+        reports={node: report for node, report in state.reports.items() if node != member.node},
+        suspects={node: at for node, at in state.suspects.items() if node != member.node},
+    )
+    effects: list[Effect] = [Record("node_left", data)]
+    if _needed(state, member):
+        loss = Loss(cause, member.node, member.incarnation, at)
+        state = replace(state, losses=(*state.losses, loss))
+        state, more = _open(state, now)
+        effects += more
+    return state, effects
+
+
+def _needed(state: State, member: Member) -> bool:
+    """Whether the running epoch, or the one being formed, cannot go on without this incarnation."""
+    for publish in (state.published, state.switching):
+        planned = publish.members.get(member.node) if publish is not None else None
+        if planned is not None and planned.incarnation == member.incarnation:
+            assert publish is not None
+            sources = {node for layers in publish.sources.values() for nodes in layers.values() for node in nodes}
+            forming = publish is state.switching or state.phase == "forming"
+            if member.node in ranked(publish) or (forming and member.node in sources):
+                return member.node not in state.ends or state.phase == "freezing"
+    return False
+
+
+# A failure: freeze, collect reports, decide.
+
+
+def _open(state: State, now: float) -> Result:
+    """Opens the next epoch. While reports to an open one are still coming in, it serves the new failure as well."""
+    if state.phase not in ("forming", "running"):
+        return state, []
+    epoch = state.epoch + 1
+    failed_to_form = state.phase == "forming"
+    state = replace(
+        state,
+        phase="freezing",
+        epoch=epoch,
+        reports={},
+        evidence={},
+        opened_at=now,
+        unformed_in_a_row=state.unformed_in_a_row + (1 if failed_to_form else 0),
+    )
+    return state, [Freeze(epoch)]
+
+
+def _broken(state: State, event: Broken, now: float) -> Result:
+    newest = state.switching or state.published
+    if newest is None or event.epoch not in (state.published.epoch if state.published else 0, newest.epoch):
+        return state, []
+    if state.phase not in ("forming", "running") or event.node not in newest.members:
+        return state, []
+    if state.broken_in_a_row >= MAX_BROKEN:
+        error = NodeLost(
+            f"{MAX_BROKEN} epochs in a row broke although no node died; last on {event.node}: {event.reason}"
+        )
+        return _finish_failed(state, error, event.node)
+    state, effects = _open(replace(state, broken_in_a_row=state.broken_in_a_row + 1), now)
+    note = Record("broken", {"node": event.node, "epoch": event.epoch, "reason": event.reason})
+    return _progress(state, now, [note, *effects])
+
+
+def _failed(state: State, event: Failed, now: float) -> Result:
+    error = from_json(dict(event.error))
+    if event.epoch == 0:
+        return _finish_failed(state, error, event.node)
+    if state.published is None or event.epoch != state.published.epoch:
+        return state, []
+    tries = {**state.tries, event.step: state.tries.get(event.step, 0) + 1}
+    state = replace(state, tries=tries)
+    if not isinstance(error, UserCodeError) or tries[event.step] >= MAX_TRIES:
+        return _finish_failed(state, error, event.node)
+    data = {"node": event.node, "step": event.step, "message": error.message, "tries": tries[event.step]}
+    state = replace(state, losses=(*state.losses, Loss("error", event.node, "", now - event.age_s)))
+    state, effects = _open(state, now)
+    return _progress(state, now, [Record("user_error", data), *effects])
+
+
+def _frozen(state: State, event: Frozen, now: float) -> Result:
+    member = state.members.get(event.node)
+    if event.epoch != state.epoch or state.phase not in ("freezing", "waiting"):
+        return state, []
+    if member is None or member.incarnation != event.incarnation:
+        return state, []
+    reports = {**state.reports, event.node: event.report}
+    evidence = {**state.evidence, event.incarnation: event.report}
+    return _progress(replace(state, reports=reports, evidence=evidence), now)
+
+
+def _progress(state: State, now: float, effects: list[Effect] | None = None) -> Result:
+    """Does whatever has become possible: start, decide, or take joiners and drains into the next plan."""
+    effects = effects or []
+    if state.phase == "waiting":
+        if state.epoch == 0 and not _may_start(state, now):
+            return state, effects
+        return _decide(state, now, effects)
+    if state.phase == "freezing":
+        return _collect(state, now, effects)
+    for node, since in state.suspects.items():
+        if state.phase == "running" and now - max(since, state.progressed_at) > state.settings.suspect_s:
+            state, more = _lose(state, state.members[node], "node", since, now, proven=False)
+            return _progress(state, now, effects + more)
+    if state.phase == "running" and state.switching is None and not state.stop and not state.ends:
+        return _switch(state, now, effects)
+    return state, effects
+
+
+def _may_start(state: State, now: float) -> bool:
+    here = len(state.members)
     complete = state.expected is not None and here >= state.expected
-    settled = here > 0 and now - state.changed_at >= settings.settle_s
-    if not (complete or settled):
+    settled = here > 0 and now - state.changed_at >= state.settings.settle_s
+    return complete or settled
+
+
+def _collect(state: State, now: float, effects: list[Effect]) -> Result:
+    """Waits until every member of the last plan has reported or is excluded."""
+    asked: dict[str, str] = {}
+    for publish in (state.published, state.switching):
+        if publish is not None:
+            asked |= {node: member.incarnation for node, member in publish.members.items()}
+    silent = [
+        member
+        for node, member in state.members.items()
+        if node not in state.reports and asked.get(node) == member.incarnation
+    ]
+    if silent and now - state.opened_at < state.settings.freeze_s:
         return state, effects
-    nodes = [Node(name) for name in sorted(state.members)]
+    for member in silent:  # its agent ends it at the same deadline; it comes back as one that holds nothing
+        state, more = _lose(state, member, "node", now, now, proven=False)
+        effects = effects + more
+    return _decide(replace(state, decided_at=now), now, effects)
+
+
+def _decide(state: State, now: float, effects: list[Effect]) -> Result:
+    """Decides the outcome of the open step and the next plan together, and publishes them."""
+    settings = state.settings
+    reports = [*state.evidence.values(), *state.reports.values()]
+    last = state.switching or state.published
+    # Once a plan has formed, what it told has been carried out.
+    unformed = last is not None and state.current != last.epoch
+    outcome = decide(reports, last.outcome if last is not None and unformed else None)
+    lineage, held = state.lineage, {}
+    if outcome is not None:
+        live = {node: report for node, report in state.reports.items() if node in state.members}
+        held = dict(holdings(live, outcome, lineage, settings.exact))
+    usable = [Node(node) for node in sorted(state.members) if node not in state.draining]
     try:
-        if here < settings.min_nodes:
+        if len(usable) < settings.min_nodes:
             raise TooFewNodes(
-                f"cluster.min_nodes is {settings.min_nodes}, {here} are here", needed=settings.min_nodes, present=here
+                f"cluster.min_nodes is {settings.min_nodes}, {len(usable)} are here",
+                needed=settings.min_nodes,
+                present=len(usable),
             )
-        plan = make_plan(
+        found = reconfigure(
             settings.profile,
-            nodes,
+            usable,
+            held,
             microbatches=settings.microbatches,
             fault_tolerance=settings.fault_tolerance,
             device_bytes=settings.device_bytes,
+            previous=state.published.plan if state.published else None,
         )
     except TooFewNodes as error:
-        if error.message != state.waiting_for:
-            effects = [*effects, Record("waiting", {"reason": error.message})]
-        return replace(state, waiting_for=error.message), effects
+        return _wait(state, error.message, effects)
     except PlanError as error:
         return _finish_failed(state, error, "", effects)
-    epoch = state.epoch + 1
-    used = {stage.node for pipeline in plan.pipelines for stage in pipeline.stages}
-    in_plan = {name: state.members[name] for name in sorted(used)}
-    state = replace(
-        state, phase="forming", epoch=epoch, plan=plan, in_plan=in_plan, formed=frozenset(), ends={}, waiting_for=""
+    rolled_back = 0
+    lost = bool(found.missing) and state.current > 0
+    if lost:
+        holders = [at for at in state.unproven.values() if now - at < settings.rollback_after_s]
+        if holders:
+            names = ", ".join(settings.layers[layer] for layer in found.missing)
+            return _wait(state, f"no live node holds {names}; waiting for one that may come back", effects)
+        rolled_back, lineage = max(state.step, outcome.after if outcome else 0), lineage + 1
+        effects = [*effects, Record("rollback", {"lineage": lineage, "to_step": 0, "lost_steps": rolled_back})]
+    from_seeds = outcome is None or bool(found.missing)
+    # A number that was opened by a freeze is used by the plan it leads to, however long that takes.
+    epoch = max(state.epoch, (last.epoch if last is not None else 0) + 1)
+    form_s = min(60.0, settings.form_s * 2**state.unformed_in_a_row)
+    publish = Publish(
+        epoch=epoch,
+        plan=found.plan,
+        members=_involved(state, found.plan, found.transfers),
+        outcome=None if from_seeds else outcome,
+        version=(lineage, 0, 0)
+        if from_seeds or outcome is None
+        else version_after(reports, outcome, lineage, settings.exact),
+        lineage=lineage,
+        from_seeds=from_seeds,
+        sources={} if from_seeds else _sources(found.transfers),
+        switch_from=None,
+        form_s=form_s,
+        reason=_reason(state, found.reason),
     )
-    reason = f"{here} of {state.expected or here} nodes are here"
-    return state, [*effects, Publish(epoch, plan, in_plan, state.step, reason)]
+    if lost:
+        state = replace(state, step=0)
+    state = replace(
+        state,
+        phase="forming",
+        epoch=epoch,
+        lineage=lineage,
+        published=publish,
+        switching=None,
+        formed=frozenset(),
+        ends={},
+        evidence={},
+        published_at=now,
+        transfer_s=0.0,
+        lost_steps=state.lost_steps + rolled_back,
+        waiting_for="",
+    )
+    return state, [*effects, publish]
 
 
-def _formed(state: State, node: str, epoch: int) -> Result:
-    if epoch != state.epoch or state.phase != "forming" or node not in state.in_plan:
+def _wait(state: State, reason: str, effects: list[Effect]) -> Result:
+    """Nothing can run now. Survivors keep what they hold, and their reports stay good."""
+    if state.stop:
+        return _finish_stopped(state, effects)
+    if reason != state.waiting_for:
+        effects = [*effects, Record("waiting", {"reason": reason})]
+    return replace(state, phase="waiting", waiting_for=reason), effects
+
+
+def _involved(state: State, plan: Plan, transfers: Iterable[Transfer]) -> Mapping[str, Member]:
+    """Whom the plan concerns: ranks, spares, and those that only hand layers over."""
+    names = {stage.node for pipeline in plan.pipelines for stage in pipeline.stages} | set(plan.spares)
+    names |= {source for transfer in transfers for source in transfer.sources}
+    return {name: state.members[name] for name in sorted(names) if name in state.members}
+
+
+def _sources(transfers: Iterable[Transfer]) -> Mapping[str, Mapping[int, tuple[str, ...]]]:
+    out: dict[str, dict[int, tuple[str, ...]]] = {}
+    for transfer in transfers:
+        out.setdefault(transfer.node, {})[transfer.layer] = transfer.sources
+    return out
+
+
+def _reason(state: State, planner: str) -> str:
+    if state.losses:
+        causes = [f"{loss.node} raised" if loss.cause == "error" else f"{loss.node} lost" for loss in state.losses]
+        return f"{', '.join(dict.fromkeys(causes))}; {planner}"
+    if state.published is None:
+        return f"{len(state.members)} of {state.expected or len(state.members)} nodes are here"
+    return planner
+
+
+# Joins and drains: the next plan is written before its flag enters a vote, and the switch needs no controller.
+
+
+def _switch(state: State, now: float, effects: list[Effect]) -> Result:
+    published = state.published
+    assert published is not None
+    joiners = sorted(
+        node
+        for node, member in state.members.items()
+        if node not in state.draining and published.members.get(node, None) != member
+    )
+    leaving = sorted(state.draining & ranked(published))
+    if not joiners and not leaving:
+        return _release(state, effects)
+    complete = state.expected is not None and len(state.members) >= state.expected
+    if joiners and not leaving and not complete and now - state.changed_at < state.settings.join_settle_s:
+        return state, effects
+    settings = state.settings
+    held = {
+        stage.node: frozenset(range(stage.start, stage.stop))
+        for pipeline in published.plan.pipelines
+        for stage in pipeline.stages
+    }
+    usable = [Node(node) for node in sorted(state.members) if node not in state.draining]
+    try:
+        found = reconfigure(
+            settings.profile,
+            usable,
+            held,
+            microbatches=settings.microbatches,
+            fault_tolerance=settings.fault_tolerance,
+            device_bytes=settings.device_bytes,
+            previous=published.plan,
+        )
+        if len(usable) < settings.min_nodes:
+            raise TooFewNodes(
+                f"cluster.min_nodes is {settings.min_nodes}", needed=settings.min_nodes, present=len(usable)
+            )
+    except PlanError as error:
+        refused = Record("drain_refused", {"nodes": leaving, "reason": error.message})
+        return replace(state, draining=state.draining - set(leaving)), [*effects, refused]
+    if found.plan.pipelines == published.plan.pipelines:  # the new ones are spares: nothing has to change
+        members = {**published.members, **{node: state.members[node] for node in joiners}}
+        spare = replace(published, members=members)
+        notes = [Record("spare", {"node": node}) for node in joiners]
+        return replace(state, published=spare), [*effects, *notes]
+    parts = []
+    if joiners:
+        parts.append(f"{', '.join(joiners)} joined")
+    if leaving:
+        parts.append(f"{', '.join(leaving)} drained")
+    epoch = state.epoch + 1
+    members = {**_involved(state, found.plan, found.transfers)}
+    members |= {node: state.members[node] for node in ranked(published) if node in state.members}
+    publish = Publish(
+        epoch=epoch,
+        plan=found.plan,
+        members=members,
+        outcome=None,
+        version=None,
+        lineage=state.lineage,
+        from_seeds=False,
+        sources=_sources(found.transfers),
+        switch_from=published.epoch,
+        form_s=settings.form_s,
+        reason=f"{'; '.join(parts)}; {found.reason}",
+    )
+    state = replace(state, epoch=epoch, switching=publish, formed=frozenset(), published_at=now, evidence={})
+    return state, [*effects, publish]
+
+
+def _release(state: State, effects: list[Effect]) -> Result:
+    """Drained nodes that are in no plan any more may go; their departure is no loss."""
+    published = state.published
+    assert published is not None
+    gone = sorted(node for node in state.draining if node in state.members)
+    for node in gone:
+        members = {name: member for name, member in state.members.items() if name != node}
+        in_plan = {name: member for name, member in published.members.items() if name != node}
+        published = replace(published, members=in_plan)
+        state = replace(state, members=members, published=published, draining=state.draining - {node})
+        effects = [*effects, Record("node_released", {"node": node}), Release(node)]
+    return state, effects
+
+
+def _drain_requested(state: State, node: str, now: float) -> Result:
+    if node in state.draining or node not in state.members:
+        return state, []
+    state = replace(state, draining=state.draining | {node})
+    return _progress(state, now, [Record("draining", {"node": node})])
+
+
+def _size_requested(state: State, nodes: int, now: float) -> Result:
+    state, effects = _trim(replace(state, expected=nodes, size=nodes))
+    return _progress(state, now, [Record("size_requested", {"nodes": nodes}), *effects])
+
+
+def _trim(state: State) -> Result:
+    """Drains the nodes with the highest numbers while there are more than were asked for."""
+    effects: list[Effect] = []
+    names = sorted((node for node in state.members if node not in state.draining), key=_by_number)
+    for node in names[state.size :] if state.size is not None else ():
+        state = replace(state, draining=state.draining | {node})
+        effects.append(Record("draining", {"node": node}))
+    return state, effects
+
+
+def _by_number(node: str) -> tuple[int, str]:
+    """``node-10`` after ``node-9``."""
+    return (len(node), node)
+
+
+# Forming and running.
+
+
+def _formed(state: State, node: str, epoch: int, transfer_s: float, now: float) -> Result:
+    newest = state.switching or state.published
+    if newest is None or epoch != newest.epoch or node not in ranked(newest):
         return state, []
     formed = state.formed | {node}
-    if formed >= set(state.in_plan):
-        return replace(state, formed=formed, phase="running"), [Record("formed", {"epoch": epoch})]
-    return replace(state, formed=formed), []
+    state = replace(state, formed=formed, transfer_s=max(state.transfer_s, transfer_s))
+    return _all_formed(state, now) if formed >= ranked(newest) else (state, [])
+
+
+def _all_formed(state: State, now: float) -> Result:
+    newest = state.switching or state.published
+    assert newest is not None
+    if state.phase not in ("forming", "running") or state.current == newest.epoch:
+        return state, []
+    switched = state.switching is not None
+    state = replace(
+        state,
+        phase="running",
+        current=newest.epoch,
+        published=newest,
+        switching=None,
+        formed_at=now,
+        reports={},
+        evidence={},
+        unproven={},
+    )
+    return state, [Current(newest.epoch), Record("formed", {"epoch": newest.epoch, "switched": switched})]
+
+
+def _voted(state: State, event: Voted, now: float) -> Result:
+    """Everybody has formed, and training has resumed."""
+    epoch = event.epoch
+    newest = state.switching or state.published
+    effects: list[Effect] = []
+    if newest is None or newest.epoch != epoch or state.phase not in ("forming", "running"):
+        return state, []
+    if state.current != epoch:
+        state, effects = _all_formed(replace(state, formed=ranked(newest)), now)
+    if newest.switch_from is not None and event.pause_s is not None and state.measured != epoch:
+        steps = event.pause_s / event.step_s if event.step_s else None
+        pause = {"epoch": epoch, "cause": newest.reason, "pause_s": event.pause_s, "pause_steps": steps}
+        effects.append(Record("reconfigured", pause))
+        state = replace(state, measured=epoch)
+    state = replace(state, broken_in_a_row=0, unformed_in_a_row=0)
+    if state.losses:
+        effects.append(Record("recovered", _recovery(state, event, now)))
+        state = replace(state, losses=(), lost_steps=0)
+    return _progress(state, now, effects)
+
+
+def _recovery(state: State, event: Voted, now: float) -> Mapping[str, Any]:
+    first = min(loss.at for loss in state.losses)
+    decided = state.decided_at or state.published_at
+    formed = max(state.formed_at, state.published_at)
+    phases = {
+        "detect": state.opened_at - first,
+        "quiesce": decided - state.opened_at,
+        "plan": state.published_at - decided,
+        "form": max(0.0, formed - state.published_at - state.transfer_s),
+        "transfer": state.transfer_s,
+        "first_step": now - formed,
+    }
+    losses = [
+        {
+            "cause": loss.cause,
+            "node": loss.node,
+            "incarnation": loss.incarnation,
+            "detect_s": max(0.0, state.opened_at - loss.at),
+        }
+        for loss in state.losses
+        if loss.cause in ("worker", "node")
+    ]
+    return {
+        "epoch": event.epoch,
+        "losses": losses,
+        "resumed_at": event.at,
+        "total_s": now - first,
+        "lost_steps": state.lost_steps,
+        "phases": {name: max(0.0, seconds) for name, seconds in phases.items()},
+    }
 
 
 def _rank_ended(state: State, end: RankEnded) -> Result:
-    if end.epoch != state.epoch or end.node not in state.in_plan:
+    if state.published is None or end.epoch != state.published.epoch or end.node not in ranked(state.published):
+        return state, []
+    if state.phase not in ("forming", "running"):
         return state, []
     ends = {**state.ends, end.node: end}
-    state = replace(state, ends=ends, step=end.step)
-    if ends.keys() < state.in_plan.keys():
+    state = replace(state, ends=ends)
+    if ends.keys() < ranked(state.published):
         return state, []
     if end.kind == "non_finite":
         error = NonFinite(
@@ -356,24 +981,18 @@ def _rank_ended(state: State, end: RankEnded) -> Result:
     return _finish(state, [], result)
 
 
-def _worker_exited(state: State, node: str, incarnation: str, code: int, log: str) -> Result:
-    started = state.phase in ("forming", "running")
-    if (started and not _planned(state, node, incarnation)) or node in state.ends:
-        return state, []
-    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-    error = NodeLost(f"the worker of {node} ended {how}", f"its log is {log}")
-    return _finish_failed(state, error, node)
-
-
 def _stop_requested(state: State) -> Result:
     if state.stop:
         return state, []
     effects: list[Effect] = [Record("stop_requested", {})]
     state = replace(state, stop=True)
     if state.phase == "waiting":
-        result = {"state": "stopped", "step": state.step, "loss": None, "params_digest": None}
-        return _finish(state, effects, result)
+        return _finish_stopped(state, effects)
     return state, effects  # workers carry the request into their next vote
+
+
+def _finish_stopped(state: State, effects: list[Effect]) -> Result:
+    return _finish(state, effects, {"state": "stopped", "step": state.step, "loss": None, "params_digest": None})
 
 
 def _finish_failed(state: State, error: ElasticError, node: str, effects: list[Effect] | None = None) -> Result:

@@ -16,12 +16,13 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import psutil
 from checkpoint.store import Store, StoreError
 from elastic.config import Config
 from elastic.control.agent import PROBE
-from elastic.errors import ElasticError, RayUnreachable, StoreUnreachable
+from elastic.errors import ElasticError, EtcdUnreachable, Interrupted, RayUnreachable, StoreUnreachable
 from elastic.observe.summary import summarize
 from elastic.rendezvous import Etcd, Keys, watch_prefix
 from elastic.rendezvous.server import EtcdServer
@@ -39,82 +40,118 @@ from elastic.runfiles import RunFiles
 Json = dict[str, Any]
 PR_SET_CHILD_SUBREAPER = 36
 START_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+AGENTS_END_S = 3.0
+QUIET: Json = {"log_to_driver": False, "configure_logging": False}
 
 
 class Supervisor:
-    def __init__(self, run_dir: Path, config: Config, detach: bool, inbox: queue.Queue[Json]) -> None:
-        self._files = RunFiles(run_dir)
-        self._config, self._detach, self._inbox = config, detach, inbox
+    def __init__(self, run_dir: Path, config: Config, inbox: queue.Queue[Json], say: Callable[[Json], None]) -> None:
+        self._files, self._say = RunFiles(run_dir), say
+        self._config, self._inbox = config, inbox
         self._keys = Keys(config.name)
         self._temp = Path(tempfile.mkdtemp(prefix="elastic-", dir=short_temp_dir()))
         self._server: EtcdServer | None = None
+        self._etcd: Etcd | None = None
         self._ray: Any = None
         self._events: list[Json] = []
         self._steps: list[Json] = []
+        self._starting = True
+        self._stop_asked = False  # by Ctrl-C, that is; `elastic stop` goes through etcd
 
     def run(self) -> Json:
         """The result document of the run. Everything that was started is ended when this returns or raises."""
+        record = {"temp_dir": str(self._temp), "supervisor": os.getpid(), "job": self._config.name}
         try:
-            self._files.write_run({"temp_dir": str(self._temp), "supervisor": os.getpid()})
+            self._files.write_run(record)
             endpoints = self._start_etcd()
-            etcd = Etcd(endpoints)
-            self._files.write_run(
-                {
-                    "temp_dir": str(self._temp),
-                    "supervisor": os.getpid(),
-                    "etcd": endpoints,
-                    "ray": self._config.cluster.ray,
-                    "job": self._config.name,
-                }
-            )
+            self._etcd = Etcd(endpoints)
+            self._etcd.status()  # fails now rather than after Ray has started
+            self._files.write_run({**record, "etcd": endpoints, "ray": self._config.cluster.ray})
             self._start_ray()
-            spec = self._next_message()
-            if "spec" not in spec:
+            self._starting = False
+            first = self._inbox.get()
+            if "spec" not in first:
                 return self._interrupted()
-            return self._supervise(etcd, tuple(endpoints), spec["spec"])
+            return self._supervise(self._etcd, tuple(endpoints), first["spec"])
         finally:
             self._tear_down()
-
-    def _next_message(self) -> Json:
-        return self._inbox.get()
 
     def _start_etcd(self) -> list[str]:
         if self._config.cluster.etcd != "embedded":
             return list(self._config.cluster.endpoints)
-        say({"note": "starting etcd"})
+        self._say({"note": "starting etcd"})
         self._server = EtcdServer(self._temp / "etcd", self._files.logs / "etcd.log", throwaway=True)
         self._server.start()
         return [self._server.endpoint]
 
     def _start_ray(self) -> None:
-        say({"note": "starting Ray" if self._local else f"connecting to Ray at {self._config.cluster.ray}"})
+        self._say({"note": "starting Ray" if self._local else f"connecting to Ray at {self._config.cluster.ray}"})
         import ray  # after main() has set up token authentication
 
         self._ray = ray
-        quiet: Json = {"log_to_driver": False, "configure_logging": False}
         try:
-            if self._local:
-                ray.init(
-                    address="local",
-                    _temp_dir=str(self._temp / "r"),
-                    num_cpus=1,
-                    num_gpus=0,
-                    include_dashboard=False,
-                    **quiet,
-                )
-            else:
-                packages = [str(Path(sys.modules[name].__file__ or "").parent) for name in ("elastic", "checkpoint")]
-                environment = {
-                    "working_dir": self._config.folder,
-                    "py_modules": packages,
-                    "excludes": ["runs/", ".git/", ".venv/"],
-                }
-                ray.init(address=self._config.cluster.ray, runtime_env=environment, **quiet)
+            self._start_local() if self._local else self._connect()
         except Exception as error:  # Ray raises many kinds here
             raise RayUnreachable(
                 f"Ray at {self._config.cluster.ray!r} did not start or answer: {error}",
-                "check cluster.ray, and RAY_AUTH_TOKEN if that cluster wants a token",
+                "see the run's logs"
+                if self._local
+                else "check cluster.ray, and RAY_AUTH_TOKEN if that cluster wants a token",
             ) from error
+
+    def _start_local(self) -> None:
+        for tries_left in (1, 0):
+            try:
+                self._ray.init(
+                    address="local",
+                    _temp_dir=str(self._temp / f"r{tries_left}"),
+                    num_cpus=1,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    **QUIET,
+                )
+            except Exception:
+                # On a busy machine a part of Ray that has just started dies now and then; Ray notices after 30 s.
+                if not tries_left:
+                    raise
+                self._ray.shutdown()
+            else:
+                return
+
+    def _connect(self) -> None:
+        """Ray tries for minutes, and not even a signal gets through to it meanwhile: so in a thread, with a deadline.
+
+        Raises:
+            OSError: nobody listens there, or it is not Ray that does.
+        """
+        address = self._config.cluster.ray
+        if address != "auto":
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        packages = [str(Path(sys.modules[name].__file__ or "").parent) for name in ("elastic", "checkpoint")]
+        environment = {
+            "working_dir": self._config.folder,
+            "py_modules": packages,
+            "excludes": ["runs/", ".git/", ".venv/", "__pycache__/"],
+        }
+        outcome: list[Exception | None] = []
+
+        def init() -> None:
+            try:
+                self._ray.init(address=address, runtime_env=environment, **QUIET)
+            except Exception as error:  # noqa: BLE001 - raised below
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        thread = threading.Thread(target=init, name="ray", daemon=True)
+        thread.start()
+        thread.join(START_TIMEOUT_S)
+        if not outcome:
+            raise TimeoutError(f"no answer within {START_TIMEOUT_S:.0f} s")
+        if outcome[0] is not None:
+            raise outcome[0]
 
     @property
     def _local(self) -> bool:
@@ -126,7 +163,9 @@ class Supervisor:
         etcd.delete_prefix(self._keys.root)  # leftovers of a run that ended without its supervisor
         url = self._config.checkpoint.url_in(str(self._files.path))
         with self._probe(url):
-            etcd.put(self._keys.spec, json.dumps({**spec, "checkpoint_url": url}).encode())
+            etcd.put(
+                self._keys.spec, json.dumps({**spec, "checkpoint_url": url, "secret": os.urandom(16).hex()}).encode()
+            )
             site = Site(
                 endpoints=endpoints,
                 job=self._config.name,
@@ -134,12 +173,14 @@ class Supervisor:
                 folder=self._config.folder if self._local else None,
                 log_dir=str(self._files.logs) if self._local else None,
             )
-            start_controller(site, START_TIMEOUT_S)
-            say({"note": "waiting for nodes"})
-            result = self._mirror(etcd)
-        etcd.delete_prefix(self._keys.root)
-        etcd.close()
-        return result
+            try:
+                start_controller(site, START_TIMEOUT_S)
+            except self._ray.exceptions.RayError as error:
+                raise RayUnreachable(
+                    f"the job's controller did not start on Ray: {error}", "see the logs of that cluster"
+                ) from error
+            self._say({"note": "waiting for nodes"})
+            return self._mirror(etcd)
 
     @contextlib.contextmanager
     def _probe(self, url: str) -> Iterator[None]:
@@ -177,6 +218,7 @@ class Supervisor:
                 if order == "kill":
                     return self._interrupted()
                 if order == "stop":
+                    self._stop_asked = True
                     etcd.put(self._keys.request("stop"), b"{}")
                 pending = [event.kv for event in watch.get(timeout_s=0.1) if event.kind == "put"]
 
@@ -189,15 +231,20 @@ class Supervisor:
     def _event(self, record: Json) -> None:
         self._events.append(record)
         self._files.append_event(record)
-        say({"event": record})
+        self._say({"event": record})
 
     def _step(self, record: Json) -> None:
         record = {key: value for key, value in record.items() if key != "ev"}
         self._steps.append(record)
         self._files.append_step(record)
-        say({"step": record})
+        self._say({"step": record})
 
     def _document(self, result: Json) -> Json:
+        if result["state"] == "stopped" and self._stop_asked:
+            result = {**result, "state": "interrupted"}
+        if result["state"] == "interrupted":
+            error = Interrupted("interrupted", "run the same command again to go on")
+            result = {**result, "error": error.as_json()}
         document = summarize(self._config.name, self._events, self._steps, result)
         self._files.write_result(document)
         return document
@@ -206,27 +253,63 @@ class Supervisor:
         step = self._steps[-1]["step"] if self._steps else 0
         return self._document({"state": "interrupted", "step": step, "loss": None, "params_digest": None})
 
+    def kill(self) -> None:
+        """Ends the run at once. While Ray starts its caller is deaf, and nothing is worth an orderly end yet."""
+        if not self._starting:
+            self._inbox.put({"op": "kill"})
+            return
+        end_descendants()
+        shutil.rmtree(self._temp, ignore_errors=True)
+        end_descendants()  # what was being started meanwhile
+        with contextlib.suppress(ElasticError):
+            self._files.forget_run()
+        os._exit(1)
+
     def _tear_down(self) -> None:
-        """Actors, Ray, etcd, whatever else descends from this process, and the temporary folder."""
+        """Agents and workers, actors, the job's keys, Ray, etcd, whatever else descends from this process, and the
+        temporary folder."""
         if self._ray is not None and self._ray.is_initialized():
+            with contextlib.suppress(EtcdUnreachable):  # the actors are ended all the same
+                self._end_agents()
             with contextlib.suppress(Exception):  # Ray may be gone already; the processes are ended below
                 from elastic.control.actors import end_actors
 
                 end_actors(self._config.name)
             with contextlib.suppress(Exception):
                 self._ray.shutdown()
+        if self._etcd is not None:
+            with contextlib.suppress(EtcdUnreachable):  # then there is nothing to clean
+                if self._server is None:
+                    self._etcd.delete_prefix(self._keys.root)
+            self._etcd.close()
         if self._server is not None:
             self._server.stop()
         end_descendants()
         shutil.rmtree(self._temp, ignore_errors=True)
         self._files.forget_run()
 
+    def _end_agents(self) -> None:
+        """Agents end their workers and delete their keys once the job has a result; not all may be on this host."""
+        assert self._etcd is not None
+        if self._etcd.get(self._keys.spec) is None:
+            return  # none was started
+        self._etcd.create(self._keys.result, json.dumps({"state": "interrupted"}).encode())
+        deadline = time.monotonic() + AGENTS_END_S
+        while self._etcd.range(f"{self._keys.root}hosts/")[0] and time.monotonic() < deadline:
+            time.sleep(0.02)
 
-def say(message: Json) -> None:
-    """One line to whoever started us; nobody listens any more once a detached run's command has gone."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.__stdout__.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
-        sys.__stdout__.flush()  # type: ignore[union-attr]
+
+def teller() -> Callable[[Json], None]:
+    """A function that writes one line to whoever started us. Nobody else gets to write to stdout; Ray would."""
+    messages = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(message: Json) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a detached run's command has gone
+            messages.write(json.dumps(message) + "\n")
+            messages.flush()
+
+    return say
 
 
 def short_temp_dir() -> str:
@@ -245,9 +328,24 @@ def end_descendants(timeout_s: float = 5.0) -> None:
         psutil.wait_procs(children, timeout=1.0)
 
 
+def listen(supervisor: Supervisor, inbox: queue.Queue[Json], detach: bool) -> None:
+    """Takes in what the command says, and takes the run down when the command ends before its time."""
+    began = False
+    for line in sys.stdin:
+        message = json.loads(line)
+        began = began or "spec" in message
+        if message.get("op") == "kill":
+            supervisor.kill()
+        else:
+            inbox.put(message)
+    if not (detach and began):
+        supervisor.kill()
+
+
 def main(run_dir: Path) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    say = teller()
     inbox: queue.Queue[Json] = queue.Queue()
     first = json.loads(sys.stdin.readline() or "null")
     if first is None:
@@ -261,15 +359,9 @@ def main(run_dir: Path) -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-    def listen() -> None:
-        for line in sys.stdin:
-            inbox.put(json.loads(line))
-        if not detach:
-            inbox.put({"op": "kill"})
-
-    threading.Thread(target=listen, name="stdin", daemon=True).start()
-    supervisor = Supervisor(run_dir, config, detach, inbox)
     try:
+        supervisor = Supervisor(run_dir, config, inbox, say)
+        threading.Thread(target=listen, args=(supervisor, inbox, detach), name="stdin", daemon=True).start()
         document = supervisor.run()
     except ElasticError as error:
         say({"error": error.as_json()})

@@ -21,7 +21,7 @@ from elastic.engine.randomness import seed_of, set_seed
 from elastic.engine.step import Boundary, evaluation_microbatches, load
 from elastic.engine.units import units_of
 from elastic.engine.usercode import user_code
-from elastic.errors import JobError
+from elastic.errors import JobError, UserCodeError
 from elastic.job import Job, Layer
 from elastic.planning import LayerProfile, ModelProfile
 
@@ -48,7 +48,7 @@ def inspect_job(job: Job, train: Train) -> Inspection:
     units_of(job)  # resolves ties
     evaluation_microbatches(job, train)
     cpu = torch.device("cpu")
-    inputs, _ = load(job.dataset, [(0, [0] * train.microbatch)], True, True, cpu)
+    inputs, _ = load(job.dataset, [(0, [0] * train.microbatch)], True, True, cpu, (train.seed, "inspect"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     x: Tensor = mode.from_tensor(inputs[0])
     boundaries: list[Boundary] = [_boundary(x)]
@@ -78,8 +78,13 @@ def _inspect_layer(
     saved = _Saved(module)
     with mode, FlopCounterMode(display=False) as flops, saved.recording():
         inner = x.detach().requires_grad_(x.dtype.is_floating_point)
-        with user_code(f"the forward pass of {what}"), autocast:
-            y = module(inner)
+        try:
+            with user_code(f"the forward pass of {what}"), autocast:
+                y = module(inner)
+        except UserCodeError as error:
+            if "leaf Variable" in error.message:
+                raise JobError(f"{what} changes its input in place", "use inplace=False at its start") from None
+            raise
     for name, buffer in module.named_buffers():
         if buffers.get(name) is not buffer or buffer._version != versions[name]:
             raise JobError(

@@ -78,10 +78,12 @@ class WorkerProcess:
         return True
 
     def _read(self) -> None:
-        for message in self._channel:
-            self._on_message(message)
-        code = self.process.wait()
-        self._on_message({"ev": "exit", "code": code})
+        try:
+            for message in self._channel:
+                self._on_message(message)
+        finally:  # whatever happened to the channel: without it the worker is of no use
+            self.process.kill()
+            self._on_message({"ev": "exit", "code": self.process.wait()})
 
     def close(self) -> None:
         """Ends the worker by SIGKILL and waits until it is reaped."""

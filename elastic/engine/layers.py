@@ -14,18 +14,22 @@ from elastic.engine.randomness import seed_of, set_seed
 from elastic.errors import JobError
 from elastic.job import Job, Layer
 
+# What names the bits of a layer beside its name: (lineage, committed steps, epoch whose vote decided the last of them).
+# The last is 0 with `reduction: exact`, where a step redone in another epoch gives the same bits.
+Version = tuple[int, int, int]
+
 
 @dataclass
 class LayerState:
-    """One held layer. ``step`` is the number of committed steps in its bits, or ``None`` while an update is under
-    way (*torn*: an optimizer step that was cut leaves bits that belong to no step).
+    """One held layer. ``version`` is ``None`` while an update is under way, and stays so if the update is cut: such a
+    *torn* layer has bits that belong to no step and counts as not held.
     """
 
     index: int
     name: str
     module: nn.Module
     optimizer: torch.optim.Optimizer | None  # None for a layer without parameters
-    step: int | None
+    version: Version | None
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
@@ -48,7 +52,7 @@ def _hash_tensor(h: xxhash.xxh3_128, path: str, tensor: Tensor) -> None:
     h.update(data.numpy().data if data.numel() else b"")
 
 
-def build_layer(job: Job, index: int, seed: int) -> LayerState:
+def build_layer(job: Job, index: int, seed: int, lineage: int = 0) -> LayerState:
     """Builds a layer as it is before the first step, the same bits on every machine of one class.
 
     A tied parameter starts with the value of the layer that owns it, which is built for that purpose and dropped.
@@ -66,7 +70,7 @@ def build_layer(job: Job, index: int, seed: int) -> LayerState:
             named[path].copy_(source)
     set_seed(seed_of(seed, "optimizer", layer.name))
     optimizer = job.optimizer(list(named.items())) if named else None  # torch refuses an empty list
-    return LayerState(index, layer.name, module, optimizer, step=0)
+    return LayerState(index, layer.name, module, optimizer, version=(lineage, 0, 0))
 
 
 def _build_module(layer: Layer, seed: int) -> nn.Module:
@@ -80,7 +84,7 @@ def resolve_tied(job: Job, target: str) -> tuple[str, str]:
     Raises:
         JobError: no layer of that name, or a chain of ties without an end.
     """
-    for _ in range(len(job.layers) + 1):
+    for _ in range(1 + sum(len(layer.tied) for layer in job.layers)):
         # A layer name may hold dots; the longest name that fits wins.
         layer = max(
             (layer for layer in job.layers if target.startswith(layer.name + ".")),

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from elastic.engine.gate import Gate
 from elastic.engine.layers import LayerState
 from elastic.engine.randomness import seed_of, set_seed
+from elastic.engine.usercode import user_code
 from elastic.errors import JobError
+
+ALIGNMENT = 64  # bytes; what torch's allocators give at least
 
 
 class Boundary(torch.autograd.Function):
@@ -20,11 +24,23 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.contiguous().view_as(x)
+        return canonical(x).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()
+        return canonical(grads[0])
+
+
+def canonical(x: Tensor) -> Tensor:
+    """The same values, laid out as a new tensor would be: BLAS kernels give other bits on other alignments and strides,
+    and a view into a stacked batch has those of its place in it."""
+    strides, step = [], 1
+    for size in reversed(x.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    if x.stride() == tuple(reversed(strides)) and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def boundary(x: Tensor) -> Tensor:
@@ -61,7 +77,7 @@ class StageModule(nn.Module):
         for part, name, expected in zip(self.parts, self._names, self._boundaries, strict=True):
             x = boundary(x)
             set_seed(seed_of(self._seed, "forward", self.step, self.microbatch, name))
-            with self.precision():
+            with self.precision(), user_code(f"the forward pass of layer {name!r}, microbatch {self.microbatch}"):
                 x = part(x)
             if (x.shape, x.dtype) != expected:
                 raise JobError(
@@ -86,6 +102,7 @@ class Stage(PipelineStage):
     Args:
         microbatches: global ids of the chunks.
         after_backward: called after each chunk's backward pass, when its gradients are in ``.grad``.
+        gate: of the epoch; forward and backward passes are what may go on while it is shut.
     """
 
     def __init__(
@@ -93,23 +110,28 @@ class Stage(PipelineStage):
         module: StageModule,
         microbatches: Sequence[int],
         after_backward: Callable[[], None],
+        gate: Gate,
         **arguments: Any,
     ) -> None:
         super().__init__(module, **arguments)
         self.module = module
         self._microbatches = microbatches
         self._after_backward = after_backward
+        self._gate = gate
 
     def forward_one_chunk(  # type: ignore[no-untyped-def]
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs=None, save_forward_output: bool = True
     ):
         self.module.microbatch = self._microbatches[fwd_chunk_id]
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with self._gate.computing(), user_code(f"the forward pass of microbatch {self.module.microbatch}"):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(  # type: ignore[no-untyped-def]
         self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False
     ):
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        what = f"the backward pass of microbatch {self._microbatches[bwd_chunk_id]}"
+        with self._gate.computing(), user_code(what):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and not loss._is_view():
             loss.detach_()  # the schedule keeps the losses of a step; let it not keep their graphs
         if self.has_backward:

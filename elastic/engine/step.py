@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,11 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from elastic.config import Train
 from elastic.engine.comm import Groups
 from elastic.engine.cursor import Cursor
+from elastic.engine.gate import Gate
 from elastic.engine.gradients import Gradients, local_units, next_exponent
 from elastic.engine.layers import LayerState
-from elastic.engine.stage import Stage, StageModule
+from elastic.engine.randomness import seed_of, set_all_seeds, set_seed
+from elastic.engine.stage import Stage, StageModule, canonical
 from elastic.engine.units import units_of
 from elastic.engine.usercode import user_code
 from elastic.engine.vote import Ballot, Layout, Verdict, decide
@@ -53,9 +55,10 @@ class Announcement:
 
 @dataclass(frozen=True)
 class End:
-    """Why an epoch's training returned: all steps done, a voted stop, or a non-finite step under policy ``stop``."""
+    """Why an epoch's training returned: all steps done, a voted stop, a non-finite step under policy ``stop``, or a
+    voted switch to the next epoch, whose plan every rank has."""
 
-    kind: Literal["done", "stopped", "non_finite"]
+    kind: Literal["done", "stopped", "non_finite", "switch"]
     step: int
     reason: str = ""
 
@@ -67,13 +70,49 @@ class Progress:
     Attributes:
         step: committed steps.
         exponents: fixed-point exponent per unit.
-        loss: mean loss of the last committed step.
+        ledger: up to ``step``.
+        last: of step ``step``; announced again by the next epoch, since it may not have been before.
     """
 
     step: int
     exponents: list[int]
-    loss: float | None = None
     ledger: Ledger = field(default_factory=Ledger)
+    last: Announcement | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, mapping: Mapping[str, Any]) -> Progress:
+        last = mapping["last"]
+        return cls(
+            mapping["step"],
+            list(mapping["exponents"]),
+            Ledger(**mapping["ledger"]),
+            last
+            and Announcement(Metrics(**last["metrics"]), Ledger(**last["ledger"]), last["weight"], last["seconds"]),
+        )
+
+
+@dataclass(frozen=True)
+class Member:
+    """What an epoch is told by its worker beside the plan.
+
+    Attributes:
+        epoch, lineage: what versions are made of.
+        gate: ends the epoch from outside.
+        announce: called on rank 0 with each decided step, in order.
+        stop_requested, switch_ready: asked before each vote.
+        voted: called when the first vote has passed.
+    """
+
+    epoch: int
+    lineage: int
+    gate: Gate
+    announce: Callable[[Announcement], None] = lambda _: None
+    stop_requested: Callable[[], bool] = lambda: False
+    switch_ready: Callable[[], bool] = lambda: False
+    voted: Callable[[], None] = lambda: None
 
 
 class Epoch:
@@ -81,9 +120,13 @@ class Epoch:
 
     Args:
         boundaries: input of the first layer, then the output of every layer.
-        layers: the held layers of this rank's stage, by index.
-        announce: called on rank 0 with each committed step, in order.
-        stop_requested: asked before each vote; a voted stop ends all ranks after the same step.
+        layers: the held layers of this rank's stage, by index, all of the version that ``progress`` stands for.
+        progress: changed as steps are committed.
+
+    Attributes:
+        prepared: the step whose summed gradients are complete here, as seen by the host; kept until it is decided.
+        last_vote: the newest vote this rank has seen, ``(step, verdict)``.
+        voted_at, step_s: when that was, and the time since the one before (seconds of ``perf_counter``).
     """
 
     def __init__(
@@ -96,12 +139,17 @@ class Epoch:
         layers: Mapping[int, LayerState],
         progress: Progress,
         device: torch.device,
-        announce: Callable[[Announcement], None],
-        stop_requested: Callable[[], bool],
+        member: Member,
     ) -> None:
         self._job, self._train, self._progress = job, train, progress
         self._groups, self._device = groups, device
-        self._announce, self._stop_requested = announce, stop_requested
+        self._member, self._gate = member, member.gate
+        self.epoch = member.epoch
+        self.voted_at: float | None = None
+        self.step_s: float | None = None
+        self.prepared: int | None = None
+        self.last_vote: tuple[int, Verdict] | None = None
+        self._world_size = len(plan.ranks())
         places = plan.ranks()
         self._place = next(place for place in places if place.rank == groups.rank)
         pipeline = plan.pipelines[self._place.pipeline]
@@ -112,7 +160,11 @@ class Epoch:
         units = units_of(job)
         held = {layer.index: layer for layer in self._layers}
         self._gradients = Gradients(
-            local_units(units, held, self._exact), groups.buckets, progress.exponents, plan.microbatches, self._exact
+            local_units(units, held, self._exact),
+            groups.buckets,
+            progress.exponents,
+            [plan.microbatches * unit.copies for unit in units],
+            self._exact,
         )
         self._evaluations = evaluation_microbatches(job, train)
         self._layout = Layout.of(plan.microbatches, self._evaluations, units, len(plan.pipelines))
@@ -125,7 +177,7 @@ class Epoch:
         here = shapes[self._place.start + 1 : self._place.stop + 1]
         autocast = torch.bfloat16 if train.precision == "bf16" else None
         self._module = StageModule(self._layers, here, train.seed, autocast, device)
-        self._pending: Announcement | None = None  # applied here, not yet known to be decided everywhere
+        self._pending = progress.last  # applied here, not yet known to be decided everywhere
         self._weights: list[float] = []
         self._losses: list[float] = []
         self._schedule = self._make_schedule(
@@ -153,6 +205,7 @@ class Epoch:
             self._module,
             microbatches,
             lambda: self._gradients.add_microbatch(self._layers),
+            self._gate,
             stage_index=self._place.stage,
             num_stages=stages,
             device=self._device,
@@ -163,12 +216,17 @@ class Epoch:
         return kind(stage, len(microbatches), loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        with self._module.precision(), user_code(f"the loss, microbatch {self._module.microbatch}"):
-            total, weight = self._job.loss(output, target)
+        what = f"the loss, microbatch {self._module.microbatch}"
+        with self._gate.computing(), self._module.precision(), user_code(what):
+            set_seed(seed_of(self._train.seed, "loss", self._module.step, self._module.microbatch))
+            total, weight = self._job.loss(output, canonical(target))
+            number = float(weight)
         if not isinstance(total, Tensor) or total.dim() != 0:
             raise JobError("the loss must return (sum, weight) with sum a 0-dim tensor", "use reduction='sum'")
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise JobError("the loss does not depend on any parameter", "was it detached?")
         self._losses.append(float(total.detach()))
-        self._weights.append(float(weight))
+        self._weights.append(number)
         return total
 
     def train(self) -> End:
@@ -189,52 +247,88 @@ class Epoch:
         started = time.perf_counter()
         last = progress.step >= self._train.steps
         ballot = Ballot(self._layout)
-        if self._stop_requested():
+        if self._member.stop_requested():
             ballot.flag("stop_requested")
+        if self._member.switch_ready():
+            ballot.flag("switch_ready")
         if self._pending is not None and self._evaluate_now(progress.step):
             self._run_evaluation(progress.step, ballot)
         if not last:
             self._forward_backward(progress.step, ballot)
         verdict = self._vote(ballot)
+        if not last:
+            self.last_vote = (progress.step, verdict)
         self._tell(verdict.eval_loss)  # the step before is now known to be decided
         if last:
             return End("done", progress.step)
+        if verdict.lost or verdict.repeated:
+            raise RuntimeError(f"step {progress.step}: {verdict.lost} samples lost, {verdict.repeated} read twice")
         if verdict.kind == "stop":
             return End("non_finite", progress.step, verdict.reason)
-        if verdict.kind != "redo":
-            self._commit(verdict, started)
-        if verdict.kind != "skip":
-            self._rescale(verdict)
-        if verdict.kind != "redo" and verdict.stop_requested and progress.step < self._train.steps:
-            self._vote(Ballot(self._layout))  # nobody leaves before all know that the step is decided
-            self._tell(None)
+        self._gate.enter()
+        self._follow(verdict, started)
+        if verdict.kind == "redo" or progress.step >= self._train.steps:
+            return None
+        if verdict.stop_requested:
+            # Nobody leaves before all know that the step is decided.
+            closing = Ballot(self._layout)
+            if self._evaluate_now(progress.step):
+                self._run_evaluation(progress.step, closing)
+            self._tell(self._vote(closing).eval_loss)
             return End("stopped", progress.step)
+        if verdict.switch_ready == self._world_size:
+            return End("switch", progress.step)
         return None
 
-    def _commit(self, verdict: Verdict, started: float) -> None:
+    def settle(self, step: int, verdict: Verdict) -> None:
+        """Carries out a verdict that this epoch's own vote may not have told us: applies the prepared step, or not.
+
+        A rank that has applied it already does nothing.
+
+        Raises:
+            RuntimeError: the verdict is for a step that was not prepared here.
+        """
+        if self._progress.step != step:
+            return
+        if verdict.kind == "commit" and self.prepared != step:
+            raise RuntimeError(f"step {step} was decided, but is not prepared here")
+        self._follow(verdict, time.perf_counter())
+
+    def _follow(self, verdict: Verdict, started: float) -> None:
         progress = self._progress
-        rate = self._learning_rate(progress.step)
-        if verdict.kind == "commit":
-            self._apply(verdict, rate)
-        for layer in self._layers:
-            layer.step = progress.step + 1
-        progress.step += 1
-        progress.loss = verdict.loss
-        progress.ledger = progress.ledger.plus(verdict)
-        metrics = Metrics(progress.step, verdict.loss, rate, verdict.grad_norm, progress.ledger.samples)
-        self._pending = Announcement(metrics, progress.ledger, verdict.weight, time.perf_counter() - started)
+        if verdict.kind in ("commit", "skip"):
+            rate = self._learning_rate(progress.step)
+            if verdict.kind == "commit":
+                self._apply(verdict, rate)
+            decider = 0 if self._exact else self._member.epoch
+            for layer in self._layers:
+                layer.version = (self._member.lineage, progress.step + 1, decider)
+            progress.step += 1
+            progress.ledger = progress.ledger.plus(verdict)
+            metrics = Metrics(progress.step, verdict.loss, rate, verdict.grad_norm, progress.ledger.samples)
+            seconds = time.perf_counter() - started
+            progress.last = self._pending = Announcement(metrics, progress.ledger, verdict.weight, seconds)
+        if verdict.kind in ("commit", "redo") and self._exact:
+            known = zip(self._gradients.exponents, verdict.largest, self._layout.terms, strict=True)
+            self._gradients.exponents = [next_exponent(*one) for one in known]
+            progress.exponents = self._gradients.exponents
+        self.prepared = None
 
     def _forward_backward(self, step: int, ballot: Ballot) -> None:
         """Fills the ballot with this rank's part of the step; gradients are summed when it returns."""
+        self.prepared = None
         self._gradients.clear()
         self._losses.clear()
         self._weights.clear()
         self._module.step = step
         stage = self._schedule._stage
         wanted = [(m, self._cursor.samples(step, m)) for m in self._microbatches]
-        inputs, targets = load(self._job.dataset, wanted, stage.is_first, stage.is_last, self._device)
+        with self._gate.computing():
+            key = (self._train.seed, "sample", step)
+            inputs, targets = load(self._job.dataset, wanted, stage.is_first, stage.is_last, self._device, key)
         self._schedule.step(*inputs, target=targets, return_outputs=False)
-        self._gradients.reduce(before=lambda: None)
+        self._gradients.reduce(before=self._gate.enter)
+        self.prepared = step
         if stage.is_first:
             for microbatch, indices in wanted:
                 ballot.samples(microbatch, len(indices))
@@ -245,12 +339,19 @@ class Epoch:
         for unit_ in self._norms:
             squared = self._gradients.squared_norm(unit_)
             ballot.norm(unit_.index, squared)
-            if not math.isfinite(squared):
-                ballot.flag("non_finite")
+            if not self._exact and not math.isfinite(squared):
+                ballot.flag("non_finite")  # exact gradients show it by their largest magnitude
 
     def _vote(self, ballot: Ballot) -> Verdict:
         vector = torch.tensor(ballot.values, dtype=torch.int64)
+        self._gate.enter()
         dist.all_reduce(vector, group=self._groups.world)
+        now = time.perf_counter()
+        if self.voted_at is None:
+            self._member.voted()
+        else:
+            self.step_s = now - self.voted_at
+        self.voted_at = now
         return decide(
             vector.tolist(),
             self._layout,
@@ -260,12 +361,6 @@ class Epoch:
             clip_norm=self._train.clip_norm,
             non_finite=self._train.non_finite,
         )
-
-    def _rescale(self, verdict: Verdict) -> None:
-        if self._exact:
-            pairs = zip(self._gradients.exponents, verdict.largest, strict=True)
-            self._gradients.exponents = [next_exponent(exponent, largest) for exponent, largest in pairs]
-            self._progress.exponents = self._gradients.exponents
 
     def _learning_rate(self, step: int) -> float | None:
         if self._job.lr is None:
@@ -278,7 +373,8 @@ class Epoch:
         for layer in self._layers:
             if layer.optimizer is None:
                 continue
-            layer.step = None  # torn until the optimizer is through
+            set_seed(seed_of(self._train.seed, "optimize", self._progress.step, layer.name))
+            layer.version = None  # torn until the optimizer is through
             for group in layer.optimizer.param_groups:
                 if rate is not None:
                     group["lr"] = rate
@@ -296,7 +392,9 @@ class Epoch:
         size = self._train.microbatch
         stage = self._evaluation._stage
         wanted = [(m, list(range(m * size, (m + 1) * size))) for m in self._evaluation_ids]
-        inputs, targets = load(self._job.evaluation.dataset, wanted, stage.is_first, stage.is_last, self._device)
+        with self._gate.computing():
+            key, data = (self._train.seed, "evaluation"), self._job.evaluation.dataset
+            inputs, targets = load(data, wanted, stage.is_first, stage.is_last, self._device, key)
         self._losses.clear()
         self._weights.clear()
         self._module.step = step
@@ -312,7 +410,7 @@ class Epoch:
     def _tell(self, eval_loss: float | None) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and self._groups.rank == 0:
-            self._announce(replace(pending, metrics=replace(pending.metrics, eval_loss=eval_loss)))
+            self._member.announce(replace(pending, metrics=replace(pending.metrics, eval_loss=eval_loss)))
 
 
 def evaluation_microbatches(job: Job, train: Train) -> int:
@@ -340,16 +438,19 @@ def load(
     inputs: bool,
     targets: bool,
     device: torch.device,
+    key: tuple[int | str, ...],
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Reads the samples of several microbatches: ``((inputs,), targets)``, each with all samples in dimension 0.
 
-    Only what the stage needs is stacked; a stage in the middle reads nothing.
+    Only what the stage needs is stacked; a stage in the middle reads nothing. Each sample is read under a seed of its
+    own, made from ``key``, microbatch and place in it, so that augmentation is the same wherever it is read.
     """
     if not (inputs or targets):
         return (), None
     samples = []
     for microbatch, indices in wanted:
-        for index in indices:
+        for place, index in enumerate(indices):
+            set_all_seeds(seed_of(*key, microbatch, place))
             with user_code(f"dataset[{index}], microbatch {microbatch}"):
                 samples.append(dataset[index])
     with user_code("stacking the samples of a step (all must have one shape)"):

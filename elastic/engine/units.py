@@ -24,6 +24,11 @@ class Unit:
     layers: tuple[int, ...]
     leaves: tuple[Leaf, ...] = ()
 
+    @property
+    def copies(self) -> int:
+        """How many gradients each microbatch adds to one slot."""
+        return max(1, len(self.leaves))
+
 
 def units_of(job: Job) -> tuple[Unit, ...]:
     """The units of a job in a fixed order: layers first, then tied weights by the name of their owner."""

@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
+from elastic.engine.gate import Superseded
 from elastic.errors import ElasticError, UserCodeError
 
 
@@ -14,9 +15,12 @@ def user_code(what: str) -> Iterator[None]:
     """Maps any exception inside to `UserCodeError`; errors of this project pass unchanged."""
     try:
         yield
-    except ElasticError:
+    except Superseded:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        cause = cause_of(error)
+        if isinstance(cause, ElasticError):
+            raise cause from None
         raise UserCodeError(
             f"{type(error).__name__} in {what}: {error}",
             "the error is in the job's own code; its traceback follows",

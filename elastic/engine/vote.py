@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from elastic.engine.gradients import limit
 from elastic.engine.units import Unit
 
 Kind = Literal["commit", "redo", "skip", "stop"]
-FLAGS = ("non_finite", "stop_requested")
+FLAGS = ("non_finite", "stop_requested", "switch_ready")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each value stands. ``leaves`` are all ``(unit, layer)`` pairs, in order."""
+    """Where each value stands. ``leaves`` are all ``(unit, layer)`` pairs, in order; ``copies`` as of `Unit.copies`."""
 
     microbatches: int
     evaluations: int
     units: int
     pipelines: int
     leaves: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
 
     @classmethod
     def of(cls, microbatches: int, evaluations: int, units: Sequence[Unit], pipelines: int) -> Layout:
         leaves = tuple((u, layer) for u, unit in enumerate(units) for layer in unit.layers)
-        return cls(microbatches, evaluations, len(units), pipelines, leaves)
+        return cls(microbatches, evaluations, len(units), pipelines, leaves, tuple(unit.copies for unit in units))
+
+    @property
+    def terms(self) -> tuple[int, ...]:
+        """Of each unit: how many gradients are summed into one element."""
+        return tuple(self.microbatches * copies for copies in self.copies)
 
     @property
     def size(self) -> int:
@@ -101,7 +107,7 @@ class Verdict:
 
     ``factor`` is what the summed gradients are multiplied by (clip factor over total weight). ``largest`` is the
     largest magnitude per unit. ``lost`` and ``repeated`` count samples of this step that no pipeline or more than one
-    pipeline read.
+    pipeline read. ``switch_ready`` counts the ranks that have the plan of the next epoch.
     """
 
     kind: Kind
@@ -115,7 +121,15 @@ class Verdict:
     repeated: int
     eval_loss: float | None
     stop_requested: bool
+    switch_ready: int
     reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, mapping: Mapping[str, Any]) -> Verdict:
+        return cls(**{**mapping, "largest": tuple(mapping["largest"])})
 
 
 def decide(
@@ -143,7 +157,7 @@ def decide(
             largest[unit] = max(largest[unit], double(values[layout.largest(pipeline, leaf)]))
     norm = math.sqrt(_sum([double(values[layout.norm(u)]) for u in range(layout.units)])) / weight if weight else 0.0
     overflow = exact and any(
-        value >= limit(exponent, layout.microbatches) for value, exponent in zip(largest, exponents, strict=True)
+        value >= limit(exponent, terms) for value, exponent, terms in zip(largest, exponents, layout.terms, strict=True)
     )
     finite = math.isfinite(total) and weight > 0 and math.isfinite(weight) and all(map(math.isfinite, largest))
     # In fast mode a large sum may overflow float32 although every part is finite: the norm shows it.
@@ -172,6 +186,7 @@ def decide(
         repeated=sum(max(0, count - microbatch_size) for count in counts),
         eval_loss=_sum(evaluated) / eval_weight if eval_weight else None,
         stop_requested=values[layout.flag("stop_requested")] > 0,
+        switch_ready=values[layout.flag("switch_ready")],
         reason=reason,
     )
 

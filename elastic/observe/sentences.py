@@ -44,7 +44,8 @@ def _node_joined(event: Event) -> str:
 
 
 def _node_left(event: Event) -> str:
-    return f"{event['node']} left"
+    cause = {"worker": "lost its worker", "node": "was lost"}.get(event.get("cause", ""), "left")
+    return f"{event['node']} {cause}"
 
 
 def _node_refused(event: Event) -> str:
@@ -61,6 +62,55 @@ def _plan(event: Event) -> str:
 
 def _formed(event: Event) -> str:
     return f"epoch {event['epoch']} formed, training"
+
+
+def _broken(event: Event) -> str:
+    return f"{event['node']} could not reach a peer in epoch {event['epoch']}: {event['reason']}"
+
+
+def _user_error(event: Event) -> str:
+    tries = plural(event["tries"], "time")
+    return f"step {event['step'] + 1} raised on {event['node']} ({tries}): {event['message']}"
+
+
+def _recovered(event: Event) -> str:
+    who = ", ".join(f"{loss['node']} ({loss['cause']})" for loss in event["losses"])
+    lost = "nothing lost" if not event["lost_steps"] else f"{plural(event['lost_steps'], 'step')} lost"
+    return f"recovered{' from the loss of ' + who if who else ''} in {event['total_s']:.2f} s, {lost}"
+
+
+def _rollback(event: Event) -> str:
+    return (
+        f"no copy of some layers is left: back to step {event['to_step']}, {plural(event['lost_steps'], 'step')} lost"
+    )
+
+
+def _reconfigured(event: Event) -> str:
+    return f"switched to epoch {event['epoch']}, training paused for {event['pause_s']:.2f} s"
+
+
+def _spare(event: Event) -> str:
+    return f"{event['node']} is a spare"
+
+
+def _draining(event: Event) -> str:
+    return f"{event['node']} hands its work over"
+
+
+def _drain_refused(event: Event) -> str:
+    return f"{', '.join(event['nodes'])} cannot be drained: {event['reason']}"
+
+
+def _node_released(event: Event) -> str:
+    return f"{event['node']} has handed over its work and may go"
+
+
+def _size_requested(event: Event) -> str:
+    return f"asked for {plural(event['nodes'], 'node')}"
+
+
+def _lease_expired(event: Event) -> str:
+    return f"the lease of {event['node']} has expired; it trains on as long as votes pass"
 
 
 def _stop_requested(_: Event) -> str:
@@ -90,6 +140,17 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "waiting": _waiting,
     "plan": _plan,
     "formed": _formed,
+    "broken": _broken,
+    "user_error": _user_error,
+    "recovered": _recovered,
+    "rollback": _rollback,
+    "reconfigured": _reconfigured,
+    "spare": _spare,
+    "draining": _draining,
+    "drain_refused": _drain_refused,
+    "node_released": _node_released,
+    "size_requested": _size_requested,
+    "lease_expired": _lease_expired,
     "stop_requested": _stop_requested,
     "ended": _ended,
 }

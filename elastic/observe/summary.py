@@ -46,8 +46,12 @@ def summarize(
         "samples_lost": given.get("lost", last.get("lost", 0)),
         "samples_repeated": given.get("repeated", last.get("repeated", 0)),
         "epoch": max((event["epoch"] for event in events if event["kind"] == "formed"), default=0),
-        "recoveries": [],
-        "reconfigurations": [],
+        "recoveries": [recovery for event in events if event["kind"] == "recovered" for recovery in _recoveries(event)],
+        "reconfigurations": [
+            {key: event[key] for key in ("cause", "epoch", "pause_s", "pause_steps")}
+            for event in events
+            if event["kind"] == "reconfigured"
+        ],
         "checkpoints": [],
         "plans": [
             {key: event[key] for key in ("epoch", "pipelines", "reason")} for event in events if event["kind"] == "plan"
@@ -56,6 +60,12 @@ def summarize(
     if given.get("error"):
         document["error"] = given["error"]
     return {key: finite(value) for key, value in document.items()}
+
+
+def _recoveries(event: Mapping[str, Any]) -> list[Json]:
+    """One entry per lost worker or node; those of one recovery share its epoch and its time."""
+    shared = {key: event[key] for key in ("epoch", "total_s", "lost_steps")}
+    return [{**loss, **shared} for loss in event["losses"]]
 
 
 def finite(value: Any) -> Any:

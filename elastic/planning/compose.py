@@ -128,7 +128,7 @@ def compose(devices: int, templates: Mapping[int, Template], *, fault_tolerance:
     counts = packed(seconds, low, every_size=True) or packed(seconds, low)
     assert counts is not None  # it was found above
     chosen = tuple(templates[size] for size in sorted(counts) for _ in range(counts[size]))
-    return _composition(devices, chosen, distribute(microbatches, chosen), smallest, fault_tolerance)
+    return composed(devices, chosen, distribute(microbatches, chosen), smallest, fault_tolerance)
 
 
 def compose_short(
@@ -150,7 +150,7 @@ def compose_short(
         if few is not None and many is not None:
             chosen = (*[few] * (count - more), *[many] * more)
             spread = (*[each] * (count - more), *[each + 1] * more)
-            return _composition(devices, chosen, spread, smallest, fault_tolerance)
+            return composed(devices, chosen, spread, smallest, fault_tolerance)
     return None
 
 
@@ -166,9 +166,10 @@ def _able(template: Template, seconds: float, most: int) -> int:
     return count
 
 
-def _composition(
+def composed(
     devices: int, chosen: tuple[Template, ...], counts: tuple[int, ...], smallest: int, fault_tolerance: int
 ) -> Composition:
+    """The composition of these templates and microbatches: what is spare, how long it takes, and what to say of it."""
     spares = devices - sum(template.size for template in chosen)
     seconds = max(template.time(n) for template, n in zip(chosen, counts, strict=True))
     words = [f"{_pipelines(chosen)}, {_microbatches(counts)}"]
@@ -189,8 +190,8 @@ def _pipelines(chosen: Sequence[Template]) -> str:
     if len(sizes) == 1:
         return f"1 pipeline of {sizes[0]}"
     if len(sizes) <= 4:
-        return f"pipelines of {_list(sizes)}"
-    return _list([f"{n} pipeline{'s' * (n > 1)} of {size}" for size, n in sorted(Counter(sizes).items())])
+        return f"pipelines of {listed(sizes)}"
+    return listed([f"{n} pipeline{'s' * (n > 1)} of {size}" for size, n in sorted(Counter(sizes).items())])
 
 
 def _microbatches(counts: Sequence[int]) -> str:
@@ -198,9 +199,10 @@ def _microbatches(counts: Sequence[int]) -> str:
         return f"{counts[0]} microbatch{'es' * (counts[0] > 1)}"
     if min(counts) == max(counts):
         return f"{counts[0]} microbatch{'es' * (counts[0] > 1)} each"
-    return f"{_list(counts) if len(counts) <= 4 else f'{min(counts)} to {max(counts)}'} microbatches"
+    return f"{listed(counts) if len(counts) <= 4 else f'{min(counts)} to {max(counts)}'} microbatches"
 
 
-def _list(items: Sequence[object]) -> str:
+def listed(items: Sequence[object]) -> str:
+    """``a, b and c``."""
     head = [str(item) for item in items]
     return head[0] if len(head) == 1 else f"{', '.join(head[:-1])} and {head[-1]}"

@@ -96,6 +96,7 @@ class TemplateSearch:
         self._by_distance: dict[int, tuple[list[int], list[int]]] = {}
         self._starts: dict[int, list[int]] = {}
         self._last_start: list[int] = []
+        self._found: dict[tuple[int, int], Template | None] = {}
         slowest = max(time[i + 1] - time[i] for i in range(count))
         # every range of layers that can be the slowest stage, with the largest distance at which it fits
         self._ranges = sorted(
@@ -193,6 +194,11 @@ class TemplateSearch:
         """
         if size < 1 or microbatches < 1:
             raise PlanError(f"no template of {size} stages and {microbatches} microbatches", "both must be 1 or more")
+        if (size, microbatches) not in self._found:
+            self._found[size, microbatches] = self._best(size, microbatches)
+        return self._found[size, microbatches]
+
+    def _best(self, size: int, microbatches: int) -> Template | None:
         if microbatches < size:
             found = gpipe_split(self.profile, self._fits(microbatches)[0], size)
             if found is None:
@@ -258,6 +264,19 @@ class TemplateSearch:
             cuts.append((start, stop))
             start = stop
         return tuple(cuts)
+
+
+def timed(profile: ModelProfile, cuts: Cuts, microbatches: int) -> Template:
+    """The 1F1B template of a given split, by the formula above: to compare a split that runs already with new ones."""
+    work = [f + b for f, b in zip(profile.forward_prefix, profile.backward_prefix, strict=True)]
+    size, total = len(cuts), work[-1]
+    stages = [work[stop] - work[start] for start, stop in cuts]
+    slow = max(stages)
+    k = max(i for i in range(size) if stages[i] == slow)
+    before = work[cuts[k][0]]
+    seconds = before + max(microbatches * slow, 2 * (total - before) + (microbatches - (size - k) - 1) * slow)
+    ticks = profile.ticks
+    return Template(size, cuts, "1f1b", microbatches, (seconds - microbatches * slow) / ticks, slow / ticks)
 
 
 def smallest_size(profile: ModelProfile, device_bytes: int | None) -> int:

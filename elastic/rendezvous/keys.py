@@ -7,6 +7,7 @@
     ``epoch``                   leader              the newest allocated epoch
     ``plans/%010d``             leader              one epoch's plan
     ``members/<node>``          that node           its incarnation; on a lease
+    ``exits/<node>``            that node           how its last worker ended
     ``hosts/<node>``            that node           its process group, so that its next incarnation can end it
     ``reports/%010d/<node>``    that node           what a frozen node holds, for one attempt; on no lease
     ``progress``                rank 0's node       the last announced steps
@@ -28,6 +29,7 @@ _SINGLE = frozenset({"spec", "leader", "generation", "epoch", "progress", "resul
 _PATTERNS = {
     "plan": re.compile(r"plans/(?P<number>\d{10})"),
     "member": re.compile(r"members/(?P<name>[^/]+)"),
+    "exit": re.compile(r"exits/(?P<name>[^/]+)"),
     "host": re.compile(r"hosts/(?P<name>[^/]+)"),
     "report": re.compile(r"reports/(?P<number>\d{10})/(?P<name>[^/]+)"),
     "event": re.compile(r"events/(?P<number>\d{10})"),
@@ -111,6 +113,9 @@ class Keys:
 
     def member(self, node: str) -> str:
         return self.members + _segment(node)
+
+    def exit(self, node: str) -> str:
+        return self.root + "exits/" + _segment(node)
 
     def host(self, node: str) -> str:
         return self.root + "hosts/" + _segment(node)

@@ -1,8 +1,6 @@
-"""Decisions of the state machine, without clocks, processes or etcd."""
+"""Decisions of the state machine: start, end, and what is no failure."""
 
 from __future__ import annotations
-
-import pytest
 
 from elastic.control.state import (
     Broken,
@@ -12,62 +10,15 @@ from elastic.control.state import (
     Formed,
     Joined,
     Left,
-    Member,
     Publish,
-    RankEnded,
-    Record,
     Refused,
-    Settings,
     State,
     StopRequested,
     Tick,
     WorkerExited,
-    advance,
 )
 from elastic.digest import combined_digest
-from elastic.planning import LayerProfile, ModelProfile
-
-LAYERS = ("embed", "a", "b", "head")
-
-
-def settings(**changes):
-    profile = ModelProfile(tuple(LayerProfile(name, 1.0, 2.0, 100, 10, 5) for name in LAYERS))
-    defaults = {"fault_tolerance": 0, "device_bytes": None, "min_nodes": 1, "exact": True, "microbatches": 8}
-    return Settings(profile=profile, layers=LAYERS, **{**defaults, **changes})
-
-
-def member(i, incarnation="1", **fingerprint):
-    name = f"node-{i}"
-    return Member(name, f"{name}.{incarnation}", f"10.0.0.{i}:29500", 100 + i, 200 + i, {"torch": "2", **fingerprint})
-
-
-def drive(state, *events, now=0.0):
-    effects = []
-    for event in events:
-        state, more = advance(state, event, now)
-        effects += more
-    return state, effects
-
-
-def running(nodes=2, **changes):
-    state, _ = drive(State(settings(**changes)), Expected(nodes), *[Joined(member(i)) for i in range(nodes)])
-    state, _ = drive(state, *[Formed(node, 1) for node in state.in_plan])
-    assert state.phase == "running"
-    return state
-
-
-def end(node, layers=LAYERS, kind="done", digest="d", **changes):
-    values = {"step": 5, "reason": "", "loss": 1.5, "ledger": {"samples": 80, "lost": 0, "repeated": 0}, **changes}
-    return RankEnded(node, 1, kind, digests={layer: digest + layer for layer in layers}, **values)
-
-
-def kinds(effects):
-    return [effect.kind if isinstance(effect, Record) else type(effect).__name__ for effect in effects]
-
-
-def failure(effects):
-    (finish,) = [effect for effect in effects if isinstance(effect, Finish)]
-    return finish.result["error"]
+from tests.control.machine import LAYERS, drive, end, failure, kinds, member, only, published, running, settings
 
 
 def test_starts_when_all_expected_nodes_are_there():
@@ -75,8 +26,9 @@ def test_starts_when_all_expected_nodes_are_there():
     assert (state.phase, kinds(effects)) == ("waiting", ["node_joined"])
     state, effects = drive(state, Joined(member(1)))
     assert kinds(effects) == ["node_joined", "Publish"]
-    publish = effects[-1]
-    assert (publish.epoch, publish.step, set(publish.members)) == (1, 0, {"node-0", "node-1"})
+    publish = published(effects)
+    assert (publish.epoch, publish.from_seeds, set(publish.members)) == (1, True, {"node-0", "node-1"})
+    assert (publish.version, publish.outcome, publish.sources) == ((0, 0, 0), None, {})
     assert publish.plan.microbatches == 8
 
 
@@ -119,12 +71,20 @@ def test_when_every_node_is_refused_the_job_fails():
     assert failure(effects) == {"code": "config", "message": "every node was refused; node-1: no store", "hint": ""}
 
 
+def test_a_worker_that_never_gets_ready_ends_the_job_at_the_third_try():
+    exits = [WorkerExited("node-0", f"node-0.{i}", 1, "w.log") for i in range(3)]
+    state, effects = drive(State(settings()), Expected(1), *exits[:2])
+    assert (state.phase, effects) == ("waiting", [])
+    _, effects = drive(state, exits[2])
+    assert "ended with exit code 1 before it was ready" in failure(effects)["message"]
+
+
 def test_done_when_every_rank_is_done_and_the_digest_covers_all_layers_in_order():
     state, effects = drive(running(), end("node-1"))
     assert effects == []
     state, effects = drive(state, end("node-0"))
     assert kinds(effects) == ["ended", "Finish"]
-    result = effects[-1].result
+    result = only(effects, Finish).result
     assert (result["state"], result["step"], result["loss"], result["samples"]) == ("done", 5, 1.5, 80)
     assert result["params_digest"] == combined_digest([(layer, "d" + layer) for layer in LAYERS])
     assert drive(state, end("node-0"), Tick(), Left("node-0", "node-0.1"))[1] == []
@@ -135,29 +95,15 @@ def test_replicas_that_disagree_are_never_called_done():
     assert "replicas of layer 'embed' disagree" in failure(effects)["message"]
 
 
-@pytest.mark.parametrize(
-    ("event", "code"),
-    [
-        (Failed("node-1", 1, {"code": "user_code", "message": "ValueError in the loss", "hint": ""}), "user_code"),
-        (Broken("node-1", 1, "connection reset"), "node_lost"),
-        (WorkerExited("node-1", "node-1.1", -9, "w.log"), "node_lost"),
-        (Left("node-1", "node-1.1"), "node_lost"),
-    ],
-)
-def test_what_ends_an_epoch_ends_the_job_with_its_reason(event, code):
-    state, effects = drive(running(), event)
-    assert state.phase == "ended"
-    assert failure(effects)["code"] == code
-
-
 def test_stale_and_foreign_reports_change_nothing():
     state = running()
+    error = {"code": "user_code", "message": "of another epoch"}
     stale = [
-        Broken("node-0", 0, "old"),
-        Failed("node-0", 7, {"code": "user_code", "message": "of another epoch"}),
+        Broken("node-0", 7, "old"),
+        Failed("node-0", 7, 3, error),
         Left("node-0", "node-0.0"),
-        WorkerExited("node-0", "node-0.0", 1, "log"),
         Formed("node-9", 1),
+        end("node-0", epoch=9),
     ]
     assert drive(state, *stale) == (state, [])
 

@@ -11,7 +11,7 @@ from elastic.digest import combined_digest
 from elastic.engine.cursor import Cursor
 from elastic.engine.gradients import FIRST_EXPONENT, next_exponent
 from elastic.engine.layers import build_layer
-from elastic.engine.randomness import seed_of, set_seed
+from elastic.engine.randomness import seed_of, set_all_seeds, set_seed
 from elastic.engine.units import units_of
 
 
@@ -37,17 +37,21 @@ def plain_train(job, train, on_step=None):
         largest = [0.0] * len(units)
         total = weight = 0.0
         for m in range(train.microbatches):
-            samples = [job.dataset[i] for i in cursor.samples(step, m)]
+            samples = []
+            for place, i in enumerate(cursor.samples(step, m)):
+                set_all_seeds(seed_of(train.seed, "sample", step, m, place))
+                samples.append(job.dataset[i])
             x = torch.stack([s[0] for s in samples])
             y = torch.stack([s[1] for s in samples])
             for layer in layers:
                 set_seed(seed_of(train.seed, "forward", step, m, layer.name))
                 with precision(train):
                     x = layer.module(x)
+            set_seed(seed_of(train.seed, "loss", step, m))
             with precision(train):
                 s, w = job.loss(x, y)
             s.backward()
-            total, weight = total + float(s), weight + float(w)
+            total, weight = total + float(s.detach()), weight + float(w)
             for u, unit in enumerate(slots):
                 for k, parameters in enumerate(unit):
                     for p in parameters:
@@ -69,12 +73,14 @@ def plain_train(job, train, on_step=None):
         for layer in layers:
             if layer.optimizer is None:
                 continue
+            set_seed(seed_of(train.seed, "optimize", step, layer.name))
             for group in layer.optimizer.param_groups:
                 if job.lr is not None:
                     group["lr"] = job.lr(step)
             layer.optimizer.step()
             layer.optimizer.zero_grad()
-        exponents = [next_exponent(e, m) for e, m in zip(exponents, largest, strict=True)]
+        terms = [train.microbatches * unit.copies for unit in units]
+        exponents = [next_exponent(e, m, n) for e, m, n in zip(exponents, largest, terms, strict=True)]
         losses.append(total / weight)
         if on_step is not None:
             on_step(step, layers)

@@ -94,12 +94,24 @@ class Pair(nn.Module):
         (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "layer 'l0', module '1' keeps running statistics"),
         (nn.Embedding(3, 4, sparse=True), "layer 'l0' asks for sparse gradients"),
         (Pair(), "layer 'l0' returned tuple, not a tensor"),
+        (nn.ReLU(inplace=True), "layer 'l0' changes its input in place"),
+        (nn.Sequential(nn.Dropout(inplace=True), nn.Linear(4, 4)), "layer 'l0' changes its input in place"),
         (nn.Flatten(0), r"layer 'l0' returned shape \(8,\) for input \(2, 4\)"),
     ],
 )
 def test_refused_by_name(module, message):
     with pytest.raises(JobError, match=message):
         inspect(module)
+
+
+def test_in_place_later_in_a_layer_is_fine():
+    found = inspect(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), nn.Linear(4, 1))
+    assert [shape for shape, _ in found.boundaries] == [(2, 4), (2, 4), (2, 1)]
+
+
+def test_in_place_is_refused_in_any_layer():
+    with pytest.raises(JobError, match="layer 'l1' changes its input in place"):
+        inspect(nn.Linear(4, 4), nn.ReLU(inplace=True))
 
 
 def test_the_users_errors_say_where():

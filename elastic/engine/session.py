@@ -1,0 +1,314 @@
+"""What a worker keeps from epoch to epoch: the job, the held layers, and how far training is.
+
+Two threads meet here. The training thread runs epochs, one after the other. The listening thread freezes them: when a
+newer epoch has begun it shuts the gate, aborts the groups and reports what is held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from elastic.config import Config
+from elastic.engine.channel import Message
+from elastic.engine.comm import FormFailed, Groups, form, serve_store
+from elastic.engine.gate import Gate, Superseded
+from elastic.engine.gradients import FIRST_EXPONENT
+from elastic.engine.layers import LayerState, Version, build_layer
+from elastic.engine.step import Announcement, End, Epoch, Member, Progress
+from elastic.engine.transfer import LayerServer, TransferFailed, fetch_layer, version_of
+from elastic.engine.units import units_of
+from elastic.engine.usercode import cause_of, user_code
+from elastic.engine.vote import Verdict
+from elastic.errors import ElasticError
+from elastic.job import load_job
+from elastic.planning import Plan
+
+Json = dict[str, Any]
+ABORT_EVERY_S = 0.02
+
+
+class Session:
+    """
+    Args:
+        init: the first message of the agent.
+        send: hands a message to the agent; from any thread.
+    """
+
+    def __init__(self, init: Message, send: Callable[[Message], None], wall: Callable[[], float] = time.time) -> None:
+        self._config = Config.from_dict(init["config"])
+        self._boundaries = [(tuple(shape), dtype) for shape, dtype in init["boundaries"]]
+        self._secret = init["secret"]
+        self._send, self._wall = send, wall
+        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        torch.set_num_threads(self._config.train.threads)
+        with user_code(f"the job function {self._config.job}"):
+            self._job = load_job(self._config.job, self._config.params, self._config.train.seed, init["folder"])
+        self._units = units_of(self._job)
+        self._store, self.store_address = serve_store(init["host"])
+        self._stop = threading.Event()
+
+        self._lock = threading.Lock()  # guards what both threads touch: the five below
+        self._newest = 0  # the highest epoch seen, formed or not
+        self._gate = Gate()
+        self._gate.leave()
+        self._superseded = threading.Event()
+        self._groups: Groups | None = None
+        self._next: Message | None = None  # plan of the epoch to switch to at a voted step
+
+        self._layers: dict[int, LayerState] = {}
+        self._progress = Progress(0, [FIRST_EXPONENT] * len(self._units))
+        self._voter = False  # has taken part in votes: its step says how far the epoch was
+        self._last_vote_at: float | None = None
+        self._step_s: float | None = None
+        self._open: Epoch | None = None  # the last epoch, until the outcome of its open step is carried out
+        self._entered = 0  # the epoch whose outcome has been carried out here: its versions may be handed over
+        self._server = LayerServer(init["host"], self._secret, self._find)
+        self.layers_address = self._server.address
+
+    # What the listening thread calls.
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    def offer(self, command: Message) -> Message | None:
+        """A plan: kept for a voted switch if this worker trains the epoch it follows, else given back to be run."""
+        with self._lock:
+            if (
+                command["switch_from"] is not None
+                and command["switch_from"] == self._newest
+                and self._groups is not None
+            ):
+                self._next = command
+                return None
+        return command
+
+    def freeze(self, epoch: int, timeout_s: float) -> None:
+        """Ends whatever epoch is older than ``epoch`` and reports what this worker holds; silent when it cannot."""
+        with self._lock:
+            if epoch <= self._newest:
+                return
+            self._newest, self._next = epoch, None
+            gate, groups = self._gate, self._groups
+            self._superseded.set()
+        frozen = gate.freeze(groups.abort if groups is not None else lambda: None, ABORT_EVERY_S, timeout_s)
+        if frozen:
+            self._send({"ev": "frozen", "epoch": epoch, **self._holdings(), "at": self._wall()})
+
+    def _holdings(self) -> Json:
+        """Only of a frozen worker: nothing here changes while the gate is shut."""
+        open_ = self._open
+        vote = open_.last_vote if open_ is not None else None
+        return {
+            "step": self._progress.step,
+            "prepared": open_.prepared if open_ is not None else None,
+            "voter": self._voter,
+            "vote": [vote[0], open_.epoch, vote[1].to_json()] if open_ is not None and vote is not None else None,
+            "holds": {str(i): list(layer.version) for i, layer in self._layers.items() if layer.version is not None},
+        }
+
+    def _find(self, index: int, version: Version | None, epoch: int) -> tuple[LayerState, Json] | None:
+        """A layer to hand over, once the outcome that ``epoch`` starts from has been carried out here."""
+        layer = self._layers.get(index)
+        if self._entered < epoch or layer is None or layer.version is None or version not in (None, layer.version):
+            return None
+        return layer, self._progress.to_json()
+
+    # What the training thread calls.
+
+    def run(self, command: Message) -> None:
+        """Enters, forms and trains an epoch, and those it switches to; errors are reported, never raised."""
+        next_: Message | None = command
+        while next_ is not None:
+            next_ = self._run_one(next_)
+
+    def _run_one(self, command: Message) -> Message | None:
+        epoch = command["epoch"]
+        with self._lock:
+            if epoch < self._newest:
+                return None
+            self._newest = epoch
+            self._gate, self._superseded, self._next = Gate(), threading.Event(), None
+            gate, superseded = self._gate, self._superseded
+        try:
+            end = self._train(command, gate, superseded)
+        except Exception as error:  # noqa: BLE001 - torch raises many kinds; every one is reported
+            self._report_error(epoch, gate, error)
+            return None
+        finally:
+            with self._lock:
+                groups, self._groups = self._groups, None
+                following = self._next
+            if groups is not None:
+                groups.close()
+            gate.leave()
+        if end is None:
+            return None
+        if end.kind == "switch":
+            return following
+        digests = {self._layers[i].name: self._layers[i].digest() for i in self._own(command)}
+        self._send(
+            {
+                "ev": "end",
+                "epoch": epoch,
+                **end.__dict__,
+                "loss": self._progress.last.metrics.loss if self._progress.last else None,
+                "digests": digests,
+                "ledger": self._progress.ledger.__dict__,
+            }
+        )
+        return None
+
+    def _report_error(self, epoch: int, gate: Gate, error: Exception) -> None:
+        cause = cause_of(error)
+        if gate.is_shut or isinstance(error, Superseded):
+            return  # the abort itself made it, or it is moot: the step is decided by the reports
+        if isinstance(cause, ElasticError):
+            report = {"ev": "error", "step": self._progress.step, "error": cause.as_json()}
+        else:
+            if not isinstance(cause, FormFailed | TransferFailed):
+                traceback.print_exc()
+            report = {"ev": "broken", "reason": f"{type(error).__name__}: {error}"}
+        self._send({**report, "epoch": epoch, "at": self._wall()})
+
+    @staticmethod
+    def _own(command: Message) -> range:
+        rank = command["ranks"].get(command["node"])
+        place = next((place for place in Plan.from_json(command["plan"]).ranks() if place.rank == rank), None)
+        return range(place.start, place.stop) if place is not None else range(0)
+
+    def _train(self, command: Message, gate: Gate, superseded: threading.Event) -> End | None:
+        epoch = command["epoch"]
+        self._settle(command)
+        self._entered = epoch
+        rank = command["ranks"].get(command["node"])
+        if rank is None:
+            self._voter = False
+            return None  # spare, or only here to hand layers over
+        plan = Plan.from_json(command["plan"])
+        started = self._wall()
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            fetched = self._fetch(command, superseded, pool)
+            groups = self._form(command, plan, rank, superseded)
+            with self._lock:
+                self._groups = groups
+            formed = self._wall()
+            for future in fetched:
+                self._install(*future.result())
+        transferred = self._wall()
+
+        def voted() -> None:
+            # Every rank has its layers by now, so nobody reads those that this rank gave away.
+            for index in self._layers.keys() - set(self._own(command)):
+                del self._layers[index]
+            self._send({"ev": "voted", "epoch": epoch, "at": self._wall(), **self._pause()})
+
+        member = Member(
+            epoch=epoch,
+            lineage=command["lineage"],
+            gate=gate,
+            announce=lambda announcement: self._announce(epoch, announcement),
+            stop_requested=self._stop.is_set,
+            switch_ready=lambda: self._next is not None,
+            voted=voted,
+        )
+        train = self._config.train
+        self._open = Epoch(
+            self._job, train, self._boundaries, plan, groups, self._layers, self._progress, self._device, member
+        )
+        self._voter = True
+        self._send(
+            {
+                "ev": "formed",
+                "epoch": epoch,
+                "form_s": formed - started,
+                "transfer_s": transferred - started if fetched else 0.0,
+            }
+        )
+        gate.enter()
+        return self._open.train()
+
+    def _settle(self, command: Message) -> None:
+        """Carries out the outcome of the open step that the plan gives, or starts from the seeds."""
+        outcome, open_ = command["outcome"], self._open
+        self._open = None  # with it go the gradients of the step
+        if open_ is not None:
+            self._last_vote_at, self._step_s = open_.voted_at, open_.step_s
+        if command["from_seeds"]:
+            self._layers.clear()
+            self._progress = Progress(0, [FIRST_EXPONENT] * len(self._units))
+        elif open_ is not None and outcome is not None and outcome["verdict"] is not None:
+            open_.settle(outcome["step"], Verdict.from_json(outcome["verdict"]))
+        wanted = None if command["version"] is None else version_of(command["version"])
+        if command["switch_from"] is not None and open_ is None:
+            self._layers.clear()  # what a spare holds is of an epoch long gone
+        for index in [i for i, layer in self._layers.items() if wanted not in (None, layer.version)]:
+            if not command["from_seeds"]:
+                del self._layers[index]
+
+    def _pause(self) -> Json:
+        """How long training stood still here, from the last vote of one epoch to the first of the next."""
+        if self._last_vote_at is None:
+            return {"pause_s": None, "step_s": None}
+        return {"pause_s": time.perf_counter() - self._last_vote_at, "step_s": self._step_s}
+
+    def _form(self, command: Message, plan: Plan, rank: int, superseded: threading.Event) -> Groups:
+        patience = self._config.detection.orphan_s
+        return form(
+            plan,
+            rank,
+            self._units,
+            command["store"],
+            f"{self._config.name}/{command['epoch']}",
+            # A switch waits for the others' vote, so for as long as a step takes.
+            patience if command["switch_from"] is not None else command["form_timeout_s"],
+            command["form_timeout_s"],
+            patience,
+            superseded,
+        )
+
+    def _fetch(
+        self, command: Message, superseded: threading.Event, pool: ThreadPoolExecutor
+    ) -> list[Future[tuple[LayerState, Json | None]]]:
+        """Starts to build or fetch the layers that the plan gives this rank and it does not hold."""
+        version = version_of(command["version"]) if command["version"] is not None else None
+        epoch = command["epoch"]
+        sources: Mapping[str, list[str]] = command["sources"].get(command["node"], {})
+        if command["from_seeds"]:
+            for index in self._own(command):
+                self._layers[index] = self._build(index, command["lineage"])
+            return []
+        blanks = [self._build(int(index), command["lineage"]) for index in sources]
+        patience = self._config.detection.orphan_s if command["switch_from"] is not None else command["form_timeout_s"]
+
+        def fetch(blank: LayerState) -> tuple[LayerState, Json | None]:
+            holders = sources[str(blank.index)]
+            return fetch_layer(blank, version, epoch, holders, self._secret, patience, superseded)
+
+        return [pool.submit(fetch, blank) for blank in blanks]
+
+    def _build(self, index: int, lineage: int) -> LayerState:
+        with user_code(f"building layer {self._job.layers[index].name!r}"):
+            layer = build_layer(self._job, index, self._config.train.seed, lineage)
+            layer.module.to(self._device)
+        return layer
+
+    def _install(self, layer: LayerState, progress: Json | None) -> None:
+        self._layers[layer.index] = layer
+        if progress is not None and progress["step"] != self._progress.step:
+            self._progress = Progress.from_json(progress)
+
+    def _announce(self, epoch: int, announcement: Announcement) -> None:
+        if self._job.on_metrics is not None:
+            with user_code("the metric callback on_metrics"):
+                self._job.on_metrics(announcement.metrics)
+        record: Json = {**announcement.metrics.__dict__, **announcement.ledger.__dict__}
+        self._send(
+            {"ev": "step", "epoch": epoch, **record, "weight": announcement.weight, "seconds": announcement.seconds}
+        )

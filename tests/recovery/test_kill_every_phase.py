@@ -1,0 +1,63 @@
+"""SIGKILL in every phase of a step and of a recovery, again and again; the digest at the end is the undisturbed one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastic.engine.inspection import inspect_job
+from tests.engine.plain import plain_train
+from tests.engine.processes import load, memory_for, small_config
+from tests.recovery.cluster import Cluster
+
+STEP = ["forward", "backward", "before-reduction", "in-reduction", "before-vote", "in-vote", "after-vote"]
+STEP += ["before-optimizer", "in-optimizer", "after-optimizer"]
+RECOVERY = ["before-freezing", "after-freezing", "before-settling", "after-settling", "before-forming", "in-forming"]
+RECOVERY += ["after-forming"]
+JOIN = ["before-transfer", "in-transfer", "after-transfer", "giving-a-layer"]
+ENOUGH = 10**6  # steps; the test stops the run by its own count
+
+
+def storm(cluster, phases, nodes):
+    """Kills in one phase after the other, each time after all nodes have trained together; how many died."""
+    kills = 0
+    for first, second in phases:
+        cluster.wait_for(lambda: len(cluster.computing()) == nodes, 60)
+        calm = cluster.step() + 2
+        cluster.wait_for(lambda: cluster.step() >= calm, 60)  # noqa: B023
+        for phase in filter(None, (second, first)):
+            cluster.kill_at(phase)
+        cluster.wait_for(lambda: not cluster.armed(), 60)
+        kills += 1 + (second is not None)
+        # Until a death is noticed, the newest plan is still the one from before it.
+        cluster.wait_for(lambda: len(cluster.of_kind("node_left")) >= kills, 60)  # noqa: B023
+    cluster.wait_for(lambda: len(cluster.computing()) == nodes, 60)
+    return kills
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("nodes", "stages"), [(3, None), (4, 2)], ids=["data-parallel", "pipelines"])
+def test_a_kill_in_every_phase_leaves_the_digest(nodes, stages, tmp_path, seed):
+    chance = random.Random(seed)
+    phases = [(phase + chance.choice(["", ".node"]), None) for phase in STEP]
+    # A recovery needs a first failure; a second one then hits the recovery itself, a join hits the transfer.
+    phases += [(chance.choice(STEP), phase + chance.choice(["", ".node"])) for phase in RECOVERY + JOIN]
+    chance.shuffle(phases)
+    config = small_config(steps=ENOUGH)
+    if stages is not None:
+        profile = inspect_job(load(config), config.train).profile
+        memory = {"device_memory": memory_for(profile, stages)}
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update=memory)})
+    with Cluster(config, nodes, tmp_path / "run") as cluster:
+        kills = storm(cluster, phases, nodes)
+        cluster.request("stop")
+        result = cluster.result()
+        assert result["state"] == "stopped", result
+        recovered = cluster.of_kind("recovered")
+    assert (result["lost"], result["repeated"], result["samples"]) == (0, 0, 16 * result["step"])
+    if stages is None:  # with two pipelines two kills may take both copies of a layer: back to the seeds, same digest
+        assert sum(event["lost_steps"] for event in recovered) == 0
+    print(f"{kills} kills in {len(phases)} phases, {len(recovered)} recoveries, {result['step']} steps")
+    expected, _ = plain_train(load(config), config.train.model_copy(update={"steps": result["step"]}))
+    assert result["params_digest"] == expected
