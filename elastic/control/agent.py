@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from tenacity import Retrying, retry_if_exception, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from checkpoint.store import Store, StoreError
 from elastic.control.probe import ProbeServer
 from elastic.engine.launch import WorkerProcess
 from elastic.errors import EtcdUnreachable
-from elastic.rendezvous import Etcd, Keys, Lease, Put, Watch, absent, value_is, watch_prefix
+from elastic.rendezvous import Etcd, Keys, Lease, LeaseGone, Put, Watch, absent, value_is, watch_prefix
 
 Json = dict[str, Any]
 PROBE = "probe"  # object that the supervisor writes into the checkpoint store and every node must see there
@@ -165,7 +165,7 @@ class Agent:
             elif kind == "lease":
                 self._join_again(lease)
             elif kind == "drain":
-                self._etcd.put(self._keys.request(f"drain.{self._spec.node}"), b"{}")
+                self._put(self._keys.request(f"drain.{self._spec.node}"), b"{}")
             if self._untold and self._clock() - self._told_at >= PROGRESS_EVERY_S:
                 self._tell_progress()
             for at, act in [timer for timer in self._timers if timer[0] <= self._clock()]:
@@ -222,7 +222,10 @@ class Agent:
                 "fingerprint": message["fingerprint"],
             }
             self._member = json.dumps(member).encode()
-            self._etcd.put(self._keys.member(self._spec.node), self._member, lease.id)
+            try:
+                self._put(self._keys.member(self._spec.node), self._member, lease.id)
+            except LeaseGone:
+                self._inbox.put(("lease", None))
         elif kind == "step":
             self._steps = [*self._steps[-(PROGRESS_KEPT - 1) :], message]
             self._untold = True
@@ -241,7 +244,23 @@ class Agent:
         """Writes what the worker says, under the epoch that it says it of."""
         epoch = message.get("epoch", 0)
         value = json.dumps({**message, "incarnation": self._incarnation}).encode()
-        self._etcd.put(self._keys.report(epoch, self._spec.node), value)
+        self._put(self._keys.report(epoch, self._spec.node), value)
+
+    def _put(self, key: str, value: bytes, lease: int = 0) -> None:
+        """Writes, also after an outage of etcd: training goes on meanwhile, and what it says must not get lost.
+
+        Raises:
+            LeaseGone: nothing was written.
+            EtcdUnreachable: no answer for ``detection.orphan_s`` seconds.
+        """
+        for attempt in Retrying(
+            retry=retry_if_exception(lambda e: isinstance(e, EtcdUnreachable) and not isinstance(e, LeaseGone)),
+            stop=stop_after_delay(self._job["config"]["detection"]["orphan_s"]),
+            wait=wait_fixed(0.1),
+            reraise=True,
+        ):
+            with attempt:
+                self._etcd.put(key, value, lease)
 
     def _exited(self, message: Json) -> None:
         self._member = None
@@ -249,7 +268,7 @@ class Agent:
             self._worker.close()
         died = {"ev": "exit", "code": message["code"], "log": str(self._log), "at": self._wall()}
         value = json.dumps({**died, "incarnation": self._incarnation}).encode()
-        self._etcd.put(self._keys.exit(self._spec.node), value)
+        self._put(self._keys.exit(self._spec.node), value)
         young = self._clock() - self._started_at < YOUNG_S
         self._young_deaths = self._young_deaths + 1 if young else 0
         pause = RESTART_S[min(self._young_deaths, len(RESTART_S) - 1)]
@@ -273,8 +292,11 @@ class Agent:
             return
         key = self._keys.member(self._spec.node)
         put = Put(key, self._member, lease.id)
-        if not self._etcd.txn([absent(key)], [put]).succeeded:
-            self._etcd.txn([value_is(key, self._member)], [put])
+        try:
+            if not self._etcd.txn([absent(key)], [put]).succeeded:
+                self._etcd.txn([value_is(key, self._member)], [put])
+        except EtcdUnreachable:
+            self._inbox.put(("lease", None))  # whether it was written shows at the next try
 
     def _tell_progress(self) -> None:
         """Writes the announced steps, if this agent's worker is of the epoch that counts."""
@@ -283,8 +305,11 @@ class Agent:
         self._told_at = self._clock()
         value = json.dumps({"epoch": self._epoch, "steps": self._steps}).encode()
         counts = value_is(self._keys.epoch, str(self._epoch).encode())
-        # Right after a switch the epoch does not count yet: try again.
-        self._untold = not self._etcd.txn([counts], [Put(self._keys.progress, value)]).succeeded
+        # Right after a switch the epoch does not count yet, and etcd may be away: try again.
+        try:
+            self._untold = not self._etcd.txn([counts], [Put(self._keys.progress, value)]).succeeded
+        except EtcdUnreachable:
+            self._untold = True
 
     def _send(self, message: Json) -> None:
         if self._worker is not None:

@@ -32,7 +32,7 @@ class Fleet(Protocol):
         ...
 
     def resize(self, nodes: int) -> None:
-        """A local run is to have this many nodes; nodes above leave by `release`."""
+        """A local run is to have at least this many agents; those that are too many leave by `release`."""
         ...
 
     def release(self, node: str) -> None:
@@ -111,6 +111,8 @@ class Controller:
             for effect in effects:
                 if isinstance(effect, st.Release):
                     self._fleet.release(effect.node)
+                elif isinstance(effect, st.Resize):
+                    self._fleet.resize(effect.nodes)
         return state
 
     def _restore(self, settings: st.Settings, listed: Iterable[KV]) -> st.State:
@@ -181,7 +183,6 @@ class Controller:
         elif kind == "drain":
             yield st.DrainRequested(node)
         elif kind == "nodes":
-            self._fleet.resize(int(value))
             yield st.SizeRequested(int(value))
 
     def _reported(self, node: str, report: Json) -> Iterable[st.Event]:

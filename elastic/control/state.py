@@ -37,7 +37,7 @@ class Settings:
         settle_s: at the start, go without the missing nodes after this long without a new one.
         join_settle_s: later, take several joiners in one plan if they come within this time.
         freeze_s: a member that has not reported this long after a freeze is excluded.
-        form_s: bound for forming; doubled after each epoch that did not form.
+        form_s: bound for connecting, once all ranks have met; doubled after each epoch that did not form.
         rollback_after_s: how long holders that may still live are waited for.
         suspect_s: a member whose lease has expired is excluded after this long without an announced step.
     """
@@ -52,7 +52,7 @@ class Settings:
     settle_s: float = 10.0
     join_settle_s: float = 0.5
     freeze_s: float = 10.0
-    form_s: float = 5.0
+    form_s: float = 1.0
     rollback_after_s: float = 15.0
     suspect_s: float = 5.0
 
@@ -285,6 +285,13 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Resize:
+    """Have agents started until there are this many; none is ended by it."""
+
+    nodes: int
+
+
+@dataclass(frozen=True)
 class Record:
     """Append to the job's history."""
 
@@ -299,7 +306,7 @@ class Finish:
     result: Mapping[str, Any]
 
 
-Effect = Freeze | Publish | Current | Release | Record | Finish
+Effect = Freeze | Publish | Current | Release | Resize | Record | Finish
 
 
 @dataclass(frozen=True)
@@ -578,7 +585,7 @@ def _failed(state: State, event: Failed, now: float) -> Result:
     if state.published is None or event.epoch != state.published.epoch:
         return state, []
     tries = {**state.tries, event.step: state.tries.get(event.step, 0) + 1}
-    state = replace(state, tries=tries)
+    state = replace(state, tries=tries, step=max(state.step, event.step))
     if not isinstance(error, UserCodeError) or tries[event.step] >= MAX_TRIES:
         return _finish_failed(state, error, event.node)
     data = {"node": event.node, "step": event.step, "message": error.message, "tries": tries[event.step]}
@@ -849,7 +856,9 @@ def _drain_requested(state: State, node: str, now: float) -> Result:
 
 def _size_requested(state: State, nodes: int, now: float) -> Result:
     state, effects = _trim(replace(state, expected=nodes, size=nodes))
-    return _progress(state, now, [Record("size_requested", {"nodes": nodes}), *effects])
+    # Nodes on their way out do not count, and are still there.
+    leaving = len([node for node in state.draining if node in state.members])
+    return _progress(state, now, [Record("size_requested", {"nodes": nodes}), *effects, Resize(nodes + leaving)])
 
 
 def _trim(state: State) -> Result:

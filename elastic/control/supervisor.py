@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Supervisor:
         self._ray: Any = None
         self._events: list[Json] = []
         self._steps: list[Json] = []
-        self._starting = True
+        self._starting, self._ending = True, False
         self._stop_asked = False  # by Ctrl-C, that is; `elastic stop` goes through etcd
 
     def run(self) -> Json:
@@ -69,9 +69,9 @@ class Supervisor:
             self._etcd.status()  # fails now rather than after Ray has started
             self._files.write_run({**record, "etcd": endpoints, "ray": self._config.cluster.ray})
             self._start_ray()
-            self._starting = False
+            signal.signal(signal.SIGTERM, self.terminate)  # Ray has put a handler of its own there
             first = self._inbox.get()
-            if "spec" not in first:
+            if "spec" not in first or self._poll():  # stopped before it began
                 return self._interrupted()
             return self._supervise(self._etcd, tuple(endpoints), first["spec"])
         finally:
@@ -95,7 +95,7 @@ class Supervisor:
         except Exception as error:  # Ray raises many kinds here
             raise RayUnreachable(
                 f"Ray at {self._config.cluster.ray!r} did not start or answer: {error}",
-                "see the run's logs"
+                "is this machine very busy? try again, and see the run's logs"
                 if self._local
                 else "check cluster.ray, and RAY_AUTH_TOKEN if that cluster wants a token",
             ) from error
@@ -112,10 +112,10 @@ class Supervisor:
                     **QUIET,
                 )
             except Exception:
-                # On a busy machine a part of Ray that has just started dies now and then; Ray notices after 30 s.
+                # Ray gives its parts 30 s to start, too little on a very busy machine, and leaves them running.
                 if not tries_left:
                     raise
-                self._ray.shutdown()
+                end_descendants(spare={self._server.pid} if self._server else set())
             else:
                 return
 
@@ -179,6 +179,7 @@ class Supervisor:
                 raise RayUnreachable(
                     f"the job's controller did not start on Ray: {error}", "see the logs of that cluster"
                 ) from error
+            self._starting = False
             self._say({"note": "waiting for nodes"})
             return self._mirror(etcd)
 
@@ -254,20 +255,21 @@ class Supervisor:
         return self._document({"state": "interrupted", "step": step, "loss": None, "params_digest": None})
 
     def kill(self) -> None:
-        """Ends the run at once. While Ray starts its caller is deaf, and nothing is worth an orderly end yet."""
-        if not self._starting:
-            self._inbox.put({"op": "kill"})
-            return
-        end_descendants()
-        shutil.rmtree(self._temp, ignore_errors=True)
-        end_descendants()  # what was being started meanwhile
-        with contextlib.suppress(ElasticError):
-            self._files.forget_run()
-        os._exit(1)
+        """Ends the run now; from any thread."""
+        self._inbox.put({"op": "kill"})
+        while self._starting and not self._ending:  # the inbox is read later only; Ray swallows an exit now and then
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+
+    def terminate(self, *_: object) -> None:
+        """On SIGTERM: leaves `run`, which takes everything down. Not while it does so already."""
+        if not self._ending:
+            sys.exit(1)
 
     def _tear_down(self) -> None:
         """Agents and workers, actors, the job's keys, Ray, etcd, whatever else descends from this process, and the
         temporary folder."""
+        self._ending = True
         if self._ray is not None and self._ray.is_initialized():
             with contextlib.suppress(EtcdUnreachable):  # the actors are ended all the same
                 self._end_agents()
@@ -318,10 +320,14 @@ def short_temp_dir() -> str:
     return base if len(base) <= 30 else "/tmp"
 
 
-def end_descendants(timeout_s: float = 5.0) -> None:
-    """SIGKILL to every process below this one; orphans come to us, the subreaper."""
+def end_descendants(timeout_s: float = 5.0, spare: Set[int] = frozenset()) -> None:
+    """SIGKILL to every process below this one but those to spare; orphans come to us, the subreaper."""
     deadline = time.monotonic() + timeout_s
-    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+
+    def living() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]
+
+    while (children := living()) and time.monotonic() < deadline:
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()
@@ -342,14 +348,13 @@ def listen(supervisor: Supervisor, inbox: queue.Queue[Json], detach: bool) -> No
         supervisor.kill()
 
 
-def main(run_dir: Path) -> None:
+def main(run_dir: Path) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     say = teller()
     inbox: queue.Queue[Json] = queue.Queue()
     first = json.loads(sys.stdin.readline() or "null")
     if first is None:
-        return
+        return 1
     config = Config.from_dict(first["config"])
     detach = bool(first["detach"])
     if config.cluster.ray == "local":
@@ -361,18 +366,25 @@ def main(run_dir: Path) -> None:
 
     try:
         supervisor = Supervisor(run_dir, config, inbox, say)
+        signal.signal(signal.SIGTERM, supervisor.terminate)
         threading.Thread(target=listen, args=(supervisor, inbox, detach), name="stdin", daemon=True).start()
         document = supervisor.run()
     except ElasticError as error:
         say({"error": error.as_json()})
-        sys.exit(1)
+        return 1
     except Exception as error:  # noqa: BLE001 - a defect; the command shows it
         traceback.print_exc()
         internal = ElasticError(f"internal error in the supervisor: {error}", detail=traceback.format_exc())
         say({"error": internal.as_json()})
-        sys.exit(1)
+        return 1
     say({"result": document})
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    code = 1
+    try:
+        code = main(Path(sys.argv[1]))
+    finally:
+        # All is taken down, and a Ray whose start was broken off can spin for ever in the handlers that run at exit.
+        os._exit(code)

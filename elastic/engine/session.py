@@ -32,6 +32,7 @@ from elastic.planning import Plan
 
 Json = dict[str, Any]
 ABORT_EVERY_S = 0.02
+MEET_S = 60.0  # a rank may have to finish a forward or backward pass of the epoch before
 
 
 class Session:
@@ -193,14 +194,22 @@ class Session:
             return None  # spare, or only here to hand layers over
         plan = Plan.from_json(command["plan"])
         started = self._wall()
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            fetched = self._fetch(command, superseded, pool)
-            groups = self._form(command, plan, rank, superseded)
-            with self._lock:
-                self._groups = groups
-            formed = self._wall()
-            for future in fetched:
-                self._install(*future.result())
+        # Nothing held here changes meanwhile, so a newer epoch need not wait for the end of it to know what is held.
+        with gate.computing():
+            built = self._build_missing(command)
+            with ThreadPoolExecutor(max_workers=8) as pool:
+                fetching = self._fetch(command, built, superseded, pool)
+                groups = self._form(command, plan, rank, superseded)
+                with self._lock:
+                    self._groups = groups
+                formed = self._wall()
+                fetched = [future.result() for future in fetching]
+        gate.enter()
+        for layer in built:
+            self._layers[layer.index] = layer
+        for progress in fetched:
+            if progress["step"] != self._progress.step:
+                self._progress = Progress.from_json(progress)
         transferred = self._wall()
 
         def voted() -> None:
@@ -258,51 +267,53 @@ class Session:
             return {"pause_s": None, "step_s": None}
         return {"pause_s": time.perf_counter() - self._last_vote_at, "step_s": self._step_s}
 
+    def _patience_s(self, command: Message) -> float:
+        """How long peers may take to come to an epoch; a newer one ends the waiting at once."""
+        orphan_s = self._config.detection.orphan_s
+        # A switch waits for the others' vote, so for as long as a step takes.
+        return orphan_s if command["switch_from"] is not None else min(MEET_S, orphan_s)
+
     def _form(self, command: Message, plan: Plan, rank: int, superseded: threading.Event) -> Groups:
-        patience = self._config.detection.orphan_s
         return form(
             plan,
             rank,
             self._units,
             command["store"],
             f"{self._config.name}/{command['epoch']}",
-            # A switch waits for the others' vote, so for as long as a step takes.
-            patience if command["switch_from"] is not None else command["form_timeout_s"],
+            self._patience_s(command),
             command["form_timeout_s"],
-            patience,
+            self._config.detection.orphan_s,
             superseded,
         )
 
-    def _fetch(
-        self, command: Message, superseded: threading.Event, pool: ThreadPoolExecutor
-    ) -> list[Future[tuple[LayerState, Json | None]]]:
-        """Starts to build or fetch the layers that the plan gives this rank and it does not hold."""
-        version = version_of(command["version"]) if command["version"] is not None else None
-        epoch = command["epoch"]
-        sources: Mapping[str, list[str]] = command["sources"].get(command["node"], {})
+    def _build_missing(self, command: Message) -> list[LayerState]:
+        """The layers that the plan gives this rank and it does not hold, as they are before the first step."""
         if command["from_seeds"]:
-            for index in self._own(command):
-                self._layers[index] = self._build(index, command["lineage"])
+            missing = list(self._own(command))
+        else:
+            missing = [int(index) for index in command["sources"].get(command["node"], {})]
+        return [self._build(index, command["lineage"]) for index in missing]
+
+    def _fetch(
+        self, command: Message, built: list[LayerState], superseded: threading.Event, pool: ThreadPoolExecutor
+    ) -> list[Future[Json]]:
+        """Starts to fill the new layers from their holders; each future gives how far training is."""
+        if command["from_seeds"]:
             return []
-        blanks = [self._build(int(index), command["lineage"]) for index in sources]
-        patience = self._config.detection.orphan_s if command["switch_from"] is not None else command["form_timeout_s"]
+        version = version_of(command["version"]) if command["version"] is not None else None
+        sources: Mapping[str, list[str]] = command["sources"].get(command["node"], {})
 
-        def fetch(blank: LayerState) -> tuple[LayerState, Json | None]:
-            holders = sources[str(blank.index)]
-            return fetch_layer(blank, version, epoch, holders, self._secret, patience, superseded)
+        def fetch(blank: LayerState) -> Json:
+            holders, patience_s = sources[str(blank.index)], self._patience_s(command)
+            return fetch_layer(blank, version, command["epoch"], holders, self._secret, patience_s, superseded)[1]
 
-        return [pool.submit(fetch, blank) for blank in blanks]
+        return [pool.submit(fetch, blank) for blank in built]
 
     def _build(self, index: int, lineage: int) -> LayerState:
         with user_code(f"building layer {self._job.layers[index].name!r}"):
             layer = build_layer(self._job, index, self._config.train.seed, lineage)
             layer.module.to(self._device)
         return layer
-
-    def _install(self, layer: LayerState, progress: Json | None) -> None:
-        self._layers[layer.index] = layer
-        if progress is not None and progress["step"] != self._progress.step:
-            self._progress = Progress.from_json(progress)
 
     def _announce(self, epoch: int, announcement: Announcement) -> None:
         if self._job.on_metrics is not None:

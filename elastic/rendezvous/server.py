@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from elastic.errors import EtcdUnreachable
 from elastic.rendezvous.client import Etcd
 
@@ -160,7 +162,7 @@ class EtcdServer:
             while True:
                 try:
                     # The status needs no rights, so this works for a data directory with users, too.
-                    if etcd.status().has_leader and process.poll() is None:  # else another's etcd has this port
+                    if etcd.status().has_leader and _listens(process.pid, endpoint):  # else another's etcd answered
                         return
                 except EtcdUnreachable:
                     pass
@@ -168,6 +170,16 @@ class EtcdServer:
                     raise EtcdUnreachable(f"etcd ended with status {process.returncode}", f"see {self._log_path}")
                 if time.monotonic() >= deadline:
                     raise EtcdUnreachable(f"etcd did not answer within {READY_S:.0f} s", f"see {self._log_path}")
+
+
+def _listens(pid: int, endpoint: str) -> bool:
+    """Whether it is this process that has the port: one that cannot bind it ends only a moment later."""
+    port = int(endpoint.rpartition(":")[2])
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
 
 def free_ports(host: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from elastic.control.state import (
     Progressed,
     Publish,
     Release,
+    Resize,
     SizeRequested,
     Tick,
     WorkerExited,
@@ -239,6 +240,13 @@ def test_nodes_set_drains_the_highest_numbers():
     }
 
 
+def test_a_size_asked_for_while_nodes_are_leaving_counts_those_that_stay():
+    state, effects = drive(running(3), SizeRequested(1))
+    assert only(effects, Resize).nodes == 3
+    state, effects = drive(state, SizeRequested(2))  # two of three are on their way out: one more is needed
+    assert only(effects, Resize).nodes == 4
+
+
 def test_a_node_that_comes_after_the_size_was_reduced_is_sent_away_again():
     state, _ = form(drive(running(3), SizeRequested(2))[0])
     state, effects = drive(state, Joined(member(5)), now=9.0)
@@ -279,11 +287,11 @@ def test_epochs_that_keep_breaking_without_a_death_end_the_job():
 def test_a_second_failure_while_forming_opens_another_epoch_and_form_gets_more_time():
     state = broken(4)
     state, effects = drive(state, *[frozen(state, f"node-{i}") for i in (0, 1, 3)])
-    assert published(effects).form_s == 5.0
+    assert published(effects).form_s == 1.0
     state, effects = drive(state, AgentGone("10.0.0.3:71"))
     assert only(effects, Freeze).epoch == 3
     plan = published(drive(state, *[frozen(state, f"node-{i}") for i in (0, 1)])[1])
-    assert (set(plan.members), plan.form_s) == ({"node-0", "node-1"}, 10.0)
+    assert (set(plan.members), plan.form_s) == ({"node-0", "node-1"}, 2.0)
 
 
 def test_a_rank_that_dies_after_the_last_step_is_no_reason_to_lose_the_result():

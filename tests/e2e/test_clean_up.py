@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 import psutil
 import pytest
@@ -24,26 +25,22 @@ def training(elastic):
 
 
 def test_finished(elastic):
+    started = time.monotonic()
     command = elastic.train(TINY, train__steps=20, cluster__nodes=4)
-    elastic.until_step(1, command)
+    phases = ("inspecting", "starting etcd", "starting Ray", "waiting for nodes", "node-", "formed", "step 1/")
+    for phase in phases:
+        until(lambda words=phase: words in command.err, phase)
+        print(f"{phase:18} {time.monotonic() - started:5.1f} s")
+    elastic.note()
     assert len(elastic.processes()) > 10
     assert len(elastic.traces.sockets) >= 5  # etcd, Ray, and a store per worker
     ended = command.wait()
+    print(f"{'the end':18} {time.monotonic() - started:5.1f} s")
     assert ended.code == 0, ended
     assert "Traceback" not in ended.err
     assert not elastic.left()
-    first_step_s(elastic)
     status = elastic("status", "--run-dir", elastic.run_dir, "--json").document
     assert status == {"job": "gpt-tiny", "state": "done", "epoch": 1, "step": 20, "nodes": []}
-
-
-def first_step_s(elastic):
-    """Prints when what was up, in seconds since the command started."""
-    start = (elastic.run_dir / "lock").stat().st_mtime
-    events = elastic.lines("events.jsonl")
-    when = {event["kind"]: event["time"] - start for event in events}
-    first = elastic.lines("steps.jsonl")[0]["seconds"]
-    print(f"all nodes joined {when['node_joined']:.1f} s, formed {when['formed']:.1f} s, first step +{first:.2f} s")
 
 
 def test_ctrl_c_stops_at_a_voted_step(elastic, training):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -51,6 +53,17 @@ def weighted_loss(output, target):
     return (each * keep).sum(), keep.sum()
 
 
+class Slow(Tokens):
+    """The same samples, each after a pause: for tests that would otherwise train thousands of steps meanwhile."""
+
+    def __init__(self, pause_s):
+        self.pause_s = pause_s
+
+    def __getitem__(self, index):
+        time.sleep(self.pause_s)
+        return super().__getitem__(index)
+
+
 class Raising(Tokens):
     """Raises for a sample that only one step reads."""
 
@@ -66,6 +79,9 @@ class Raising(Tokens):
 
 def job(params):
     tied = {"out.weight": "embed.weight"} if params.get("tied") else {}
+    data = (
+        Raising(params["raise_at"]) if "raise_at" in params else Slow(params["slow"]) if "slow" in params else Tokens()
+    )
     layers = [elastic.Layer("embed", lambda: nn.Embedding(VOCAB, WIDTH))]
     layers += [elastic.Layer(f"block.{i}", Block) for i in range(4)]
     layers.append(elastic.Layer("act", nn.Tanh))
@@ -73,7 +89,7 @@ def job(params):
     return elastic.Job(
         layers=layers,
         loss=weighted_loss if params.get("weighted") else loss,
-        dataset=Raising(params["raise_at"]) if "raise_at" in params else Tokens(),
+        dataset=data,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
         lr=lambda step: 1e-2 / (1 + step),
         evaluation=elastic.Evaluation(Tokens(), every=3, samples=8) if params.get("evaluate") else None,

@@ -404,7 +404,9 @@ def test_a_holder_that_dies_in_mid_stream(request_number, after, proxy):
 def test_one_of_three_holders_dies(proxy):
     job = job_of(elastic.Layer("a", lambda: nn.Linear(200, 150)))
     original = trained(job)
-    between = proxy(serve(original), lambda number, offset, data: data if number == 0 else data[: 9000 - offset] or None)
+    between = proxy(
+        serve(original), lambda number, offset, data: data if number == 0 else data[: 9000 - offset] or None
+    )
     sources = [serve(original), between.address, serve(original)]
     message, seconds = failed(job, sources)
     assert between.address in message

@@ -147,10 +147,11 @@ class Cluster:
         kv = self.etcd.get(self.keys.progress)
         return json.loads(kv.value)["steps"][-1]["step"] if kv is not None else 0
 
-    def computing(self):
-        """The nodes that compute under the newest plan if it has formed, else none."""
-        formed = [e["epoch"] for e in self.of_kind("formed")]
-        plan = self.of_kind("plan")[-1:]
+    def computing(self, plans=0):
+        """The nodes that compute under the newest plan if it has formed and is not one of the first ``plans``."""
+        events = self.events()  # one reading: plan and formed must be of one moment
+        formed = [e["epoch"] for e in events if e["kind"] == "formed"]
+        plan = [e for e in events if e["kind"] == "plan"][plans:][-1:]
         if not plan or plan[0]["epoch"] not in formed:
             return []
         return [node for pipeline in plan[0]["pipelines"] for node in pipeline]
