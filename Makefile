@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV := .venv
-# The pins first and by themselves: asked for through a range, pip may choose another build of the same release.
-INSTALL = $(VENV)/bin/pip install -r constraints.txt && $(VENV)/bin/pip install -c constraints.txt -e
+# The pinned torch first and by itself: asked for through a range, pip may choose another build of the same release.
+INSTALL = $(VENV)/bin/pip install "$$(grep ^torch== constraints.txt)" && $(VENV)/bin/pip install -c constraints.txt -e
 
 .PHONY: run test lint
 
