@@ -64,7 +64,8 @@ def decide(reports: Iterable[Report], published: Outcome | None) -> Outcome | No
     open_step = min(report.step for report in current)
     votes = [report.vote for report in current if report.vote is not None and report.vote[0] == open_step]
     if votes:
-        _, epoch, verdict = max(votes, key=lambda vote: vote[1])
+        # Of two votes of one epoch on a step the first said redo.
+        _, epoch, verdict = max(votes, key=lambda vote: (vote[1], vote[2]["kind"] != "redo"))
         return Outcome(open_step, verdict, epoch)
     if published is not None and published.step == open_step:
         return published

@@ -21,6 +21,7 @@ from elastic.planning import Plan, groups
 
 ABORT_TAG = 1 << 20  # no operation of ours has it, so the receive that carries it never completes
 POLL_S = 0.002
+REACH_S = 0.5
 
 
 class FormFailed(Exception):
@@ -115,6 +116,7 @@ def form(
     superseded = superseded or threading.Event()
     timeout = timedelta(seconds=connect_timeout_s)
     host, _, port = store.rpartition(":")
+    _reach(host, int(port), superseded, clock() + connect_timeout_s, clock)
     try:
         # A client of its own per epoch: an abandoned one blocks its client until the timeout.
         client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
@@ -148,6 +150,19 @@ def form(
             dist.destroy_process_group()
         raise FormFailed(f"{type(error).__name__}: {error}") from error
     return Groups(rank, dist.group.WORLD, pipeline, tuple(buckets), tuple(g for m, g in made.items() if rank in m))
+
+
+def _reach(host: str, port: int, superseded: threading.Event, deadline: float, clock: Callable[[], float]) -> None:
+    """Returns when the store can be connected to: its own client cannot be stopped while it tries."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=REACH_S).close()
+            return
+        except OSError as error:
+            if clock() > deadline:
+                raise FormFailed(f"the store at {host}:{port} does not answer: {error}") from error
+        if superseded.wait(10 * POLL_S):
+            raise Superseded
 
 
 def _meet(

@@ -22,7 +22,7 @@ from elastic.errors import JobError
 
 FIRST_EXPONENT = 44
 # The largest element of a unit becomes about 2^52: elements 2^-20 below it keep 24 bits even if the next gradients are
-# 2^8 smaller, and with up to 16 summands int64 has room for gradients 2^5 larger. Many summands take from both.
+# 2^8 smaller, and int64 has room for gradients 2^5 larger. More than 32 summands take bits from the former.
 TARGET_BITS = 52
 ROOM_BITS = 57
 MAX_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers

@@ -96,9 +96,16 @@ class Session:
             if epoch <= self._newest:
                 return
             self._newest, self._next = epoch, None
-            gate, groups = self._gate, self._groups
+            gate = self._gate
             self._superseded.set()
-        frozen = gate.freeze(groups.abort if groups is not None else lambda: None, ABORT_EVERY_S, timeout_s)
+
+        def abort() -> None:
+            with self._lock:
+                groups = self._groups if self._gate is gate else None  # may have formed only now
+            if groups is not None:
+                groups.abort()
+
+        frozen = gate.freeze(abort, ABORT_EVERY_S, timeout_s)
         if frozen:
             self._send({"ev": "frozen", "epoch": epoch, **self._holdings(), "at": self._wall()})
 
@@ -208,8 +215,8 @@ class Session:
         for layer in built:
             self._layers[layer.index] = layer
         for progress in fetched:
-            if progress["step"] != self._progress.step:
-                self._progress = Progress.from_json(progress)
+            # Also of an equal step: a redo changes the scales.
+            self._progress = Progress.from_json(progress)
         transferred = self._wall()
 
         def voted() -> None:

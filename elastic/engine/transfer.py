@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from elastic.engine.gate import Superseded
@@ -41,30 +42,36 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a layer: a parameter (``key`` empty) or an item of its optimizer state."""
+    """One tensor of a layer: a parameter (``key`` empty) or an item of its optimizer state.
+
+    ``number`` is a state item that is no tensor, which has no bytes.
+    """
 
     path: str
     key: str
     dtype: str
     shape: tuple[int, ...]
+    number: float | None = None
 
     @property
     def bytes(self) -> int:
+        if self.number is not None:
+            return 0
         return int(torch.tensor([], dtype=getattr(torch, self.dtype)).element_size() * torch.Size(self.shape).numel())
 
 
 def entries_of(layer: LayerState) -> list[tuple[Entry, Tensor]]:
-    """Every tensor of a layer, in a fixed order: each parameter, then its optimizer state by key.
-
-    A number in the optimizer state counts as a 0-dim tensor.
-    """
+    """Every tensor of a layer, in a fixed order: each parameter, then its optimizer state by key."""
     out = []
     for path, parameter in layer.parameters():
         out.append(_entry(path, "", parameter.detach()))
         state = layer.optimizer.state.get(parameter, {}) if layer.optimizer else {}
         for key in sorted(state):
             value = state[key]
-            out.append(_entry(path, key, value.detach() if isinstance(value, Tensor) else torch.tensor(value)))
+            if isinstance(value, Tensor):
+                out.append(_entry(path, key, value.detach()))
+            else:
+                out.append((Entry(path, key, "", (), value), torch.empty(0)))
     return out
 
 
@@ -111,7 +118,7 @@ class LayerServer:
             request = json.loads(lines.readline(MAX_LINE))
             found = self._wait_for(request)
             if found is None:
-                connection.sendall(b'{"refused": "not held"}\n')
+                connection.sendall(_line({"refused": "not held"}))
                 return
             layer, progress = found
             tensors = entries_of(layer)
@@ -119,15 +126,17 @@ class LayerServer:
             head |= {"version": layer.version, "progress": progress}
             if request["want"] == "head":
                 head["digest"] = layer.digest()
-                connection.sendall(json.dumps(head).encode() + b"\n")
+                connection.sendall(_line(head))
                 return
-            connection.sendall(b"{}\n")
+            connection.sendall(_line({}))
             start, stop, at = request["start"], request["stop"], 0
             for entry, tensor in tensors:
                 size = entry.bytes
                 if at + size > start and at < stop:
                     data = raw_bytes(tensor)
-                    connection.sendall(data[max(0, start - at) : min(size, stop - at)])
+                    data = data[max(0, start - at) : min(size, stop - at)]
+                    for begin in range(0, len(data), CHUNK):  # the timeout bounds one call as a whole
+                        connection.sendall(data[begin : begin + CHUNK])
                 at += size
 
     def _wait_for(self, request: Json) -> tuple[LayerState, Json] | None:
@@ -139,6 +148,12 @@ class LayerServer:
                 return None
             time.sleep(POLL_S)
         return found
+
+
+def _line(head: Json) -> bytes:
+    """With a checksum in front: the digest of a layer does not cover versions, progress and optimizer settings."""
+    line = json.dumps(head).encode()
+    return xxhash.xxh3_128_hexdigest(line).encode() + b" " + line + b"\n"
 
 
 def _groups(layer: LayerState) -> list[Json]:
@@ -179,7 +194,7 @@ def fetch_layer(
         # All but the progress, which holds times that differ.
         if len({json.dumps([head[k] for k in ("digest", "entries", "groups", "version")]) for head in heads}) > 1:
             raise TransferFailed(f"holders of layer {blank.name!r} disagree: {', '.join(sources)}")
-        entries = [Entry(e["path"], e["key"], e["dtype"], tuple(e["shape"])) for e in heads[0]["entries"]]
+        entries = [Entry(**{**e, "shape": tuple(e["shape"])}) for e in heads[0]["entries"]]
         total = sum(entry.bytes for entry in entries)
         cuts = [total * i // len(sources) for i in range(len(sources) + 1)]
         parts = pool.map(
@@ -202,6 +217,10 @@ def install(layer: LayerState, entries: Sequence[Entry], groups: Sequence[Json],
     named = dict(layer.parameters())
     at = 0
     for entry in entries:
+        if entry.number is not None:
+            if layer.optimizer is not None and entry.path in named:
+                layer.optimizer.state[named[entry.path]][entry.key] = entry.number
+            continue
         kind = getattr(torch, entry.dtype)
         raw = data[at : at + entry.bytes]
         tensor = torch.frombuffer(raw, dtype=kind).reshape(entry.shape) if raw else torch.empty(entry.shape, dtype=kind)
@@ -213,8 +232,9 @@ def install(layer: LayerState, entries: Sequence[Entry], groups: Sequence[Json],
             with torch.no_grad():
                 parameter.copy_(tensor)
         elif layer.optimizer is not None:
-            keep_on_cpu = tensor.dim() == 0  # step counters stay where torch's optimizers put them
-            layer.optimizer.state[parameter][entry.key] = tensor if keep_on_cpu else tensor.to(parameter.device)
+            # Step counters stay on the CPU, where torch's optimizers put them. A copy is aligned as torch's tensors are.
+            device = torch.device("cpu") if tensor.dim() == 0 else parameter.device
+            layer.optimizer.state[parameter][entry.key] = tensor.to(device, copy=True)
     for group, values in zip(layer.optimizer.param_groups if layer.optimizer else [], groups, strict=True):
         group.update(values)
 
@@ -245,6 +265,9 @@ def _read_head(connection: socket.socket, superseded: threading.Event, deadline:
     while b"\n" not in data:
         data += _receive(connection, superseded, deadline)
     line, _, rest = data.partition(b"\n")
+    checksum, _, line = line.partition(b" ")
+    if checksum != xxhash.xxh3_128_hexdigest(bytes(line)).encode():
+        raise ValueError("what came is not what was sent")
     head: Json = json.loads(line)
     return head, rest
 
