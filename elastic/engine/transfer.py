@@ -232,7 +232,7 @@ def install(layer: LayerState, entries: Sequence[Entry], groups: Sequence[Json],
             with torch.no_grad():
                 parameter.copy_(tensor)
         elif layer.optimizer is not None:
-            # Step counters stay on the CPU, where torch's optimizers put them. A copy is aligned as torch's tensors are.
+            # Step counters stay on the CPU, as torch wants them. A copy is aligned as torch's own tensors are.
             device = torch.device("cpu") if tensor.dim() == 0 else parameter.device
             layer.optimizer.state[parameter][entry.key] = tensor.to(device, copy=True)
     for group, values in zip(layer.optimizer.param_groups if layer.optimizer else [], groups, strict=True):
