@@ -183,7 +183,8 @@ def test_a_store_that_the_node_does_not_see(tmp_path, etcd):
     """What an agent does where ``checkpoint.url`` is another folder than the supervisor's."""
     keys = Keys("small")
     url = str(tmp_path / "elsewhere")
-    spec = {"config": {"detection": {"lease_s": 2, "orphan_s": 5}, "checkpoint": {"storage_options": {}}}, "checkpoint_url": url}
+    config = {"detection": {"lease_s": 2, "orphan_s": 5}, "checkpoint": {"storage_options": {}}}
+    spec = {"config": config, "checkpoint_url": url}
     with Etcd([etcd.endpoint]) as client:
         client.put(keys.spec, json.dumps(spec).encode())
         agent = Agent(AgentSpec((etcd.endpoint,), "small", "node-0", "127.0.0.1", str(tmp_path), str(tmp_path)))
