@@ -295,6 +295,8 @@ def report_of(report: Json) -> Report:
         step=report["step"],
         prepared=report["prepared"],
         vote=None if vote is None else (vote[0], vote[1], vote[2]),
+        due=None if report["due"] is None else frozenset(report["due"]),
+        epoch=report["formed"],
         holds={int(layer): (v[0], v[1], v[2]) for layer, v in report["holds"].items()},
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 from elastic.control.outcome import Outcome, Report, Version, decide, holdings, version_after
 from elastic.digest import combined_digest
 from elastic.errors import ConfigError, ElasticError, NodeLost, NonFinite, PlanError, UserCodeError, from_json
-from elastic.planning import ModelProfile, Node, Plan, TooFewNodes, Transfer, reconfigure
+from elastic.planning import ModelProfile, Node, Plan, Reconfiguration, TooFewNodes, Transfer, reconfigure
 
 MAX_TRIES = 3  # of a step that the user's code raises in
 MAX_BROKEN = 5  # epochs in a row that break although nobody died
@@ -364,7 +364,9 @@ class State:
     transfer_s: float = 0.0
     lost_steps: int = 0
     unproven: Mapping[str, float] = field(default_factory=dict)
+    absent: Mapping[str, Member] = field(default_factory=dict)
     tries: Mapping[int, int] = field(default_factory=dict)
+    raised_in: int = 0
     broken_in_a_row: int = 0
     unformed_in_a_row: int = 0
     draining: frozenset[str] = frozenset()
@@ -436,15 +438,40 @@ def _joined(state: State, member: Member, now: float) -> Result:
     if refused:
         return state, [Record("node_refused", {"node": member.node, "reason": refused})]
     known = state.members.get(member.node)
-    if known is not None and known.incarnation == member.incarnation:
-        return state, []
+    if known is not None and known.incarnation == member.incarnation:  # its lease is back
+        return replace(state, suspects=_without(state.suspects, member.node)), []
     effects: list[Effect] = []
     if known is not None:  # its next incarnation is here: the old one is gone
         state, effects = _lose(state, known, "node" if known.agent != member.agent else "worker", now, now, proven=True)
-    state = replace(state, members={**state.members, member.node: member}, changed_at=now)
+    state = replace(
+        state,
+        members={**state.members, member.node: member},
+        changed_at=now,
+        absent=_without(state.absent, member.incarnation),
+    )
+    if member.incarnation in state.evidence:  # it was given up, and is back within the attempt it reported to
+        reports = {**state.reports, member.node: state.evidence[member.incarnation]}
+        state = replace(state, reports=reports, unproven=_without(state.unproven, member.incarnation))
+    elif member.incarnation in state.unproven:  # it lives, and will say what it holds
+        state = replace(state, unproven={**state.unproven, member.incarnation: now})
+    state = _ended(state, [other for other in state.absent.values() if other.node == member.node and other != member])
     effects.append(Record("node_joined", {"node": member.node, "incarnation": member.incarnation}))
     state, more = _trim(state)
     return _progress(state, now, [*effects, *more])
+
+
+def _ended(state: State, members: Iterable[Member]) -> State:
+    """Proof that these, given up before, do not live any more: nothing of theirs is waited for."""
+    ended = {member.incarnation for member in members}
+    return replace(
+        state,
+        absent={name: member for name, member in state.absent.items() if name not in ended},
+        unproven={name: at for name, at in state.unproven.items() if name not in ended},
+    )
+
+
+def _without(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {other: value for other, value in mapping.items() if other != key}
 
 
 def _numerics(state: State, member: Member) -> str:
@@ -485,6 +512,7 @@ def _left(state: State, node: str, incarnation: str, now: float) -> Result:
 
 def _agent_gone(state: State, agent: str, now: float) -> Result:
     effects: list[Effect] = []
+    state = _ended(state, [member for member in state.absent.values() if member.agent == agent])
     for member in [member for member in state.members.values() if member.agent == agent]:
         state, more = _lose(state, member, "node", now, now, proven=True)
         effects += more
@@ -494,6 +522,8 @@ def _agent_gone(state: State, agent: str, now: float) -> Result:
 def _worker_exited(state: State, event: WorkerExited, now: float) -> Result:
     member = state.members.get(event.node)
     how = f"by signal {-event.code}" if event.code < 0 else f"with exit code {event.code}"
+    if event.incarnation in state.absent:
+        return _progress(_ended(state, [state.absent[event.incarnation]]), now)
     if member is None or member.incarnation != event.incarnation:
         tries = {**state.tries, -1: state.tries.get(-1, 0) + 1}
         if state.epoch == 0 and tries[-1] >= MAX_TRIES:
@@ -507,14 +537,16 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Result:
 def _lose(state: State, member: Member, cause: str, at: float, now: float, *, proven: bool) -> Result:
     """Takes an incarnation out, whose loss first showed at ``at``; opens the next epoch if the running one needs it."""
     members = {node: other for node, other in state.members.items() if node != member.node}
-    unproven = dict(state.unproven)
+    unproven, absent = dict(state.unproven), dict(state.absent)
     if not proven:
         unproven[member.incarnation] = now
+        absent[member.incarnation] = member
     data = {"node": member.node, "incarnation": member.incarnation, "cause": cause}
     state = replace(
         state,
         members=members,
         unproven=unproven,
+        absent=absent,
         draining=state.draining - {member.node},
         reports={node: report for node, report in state.reports.items() if node != member.node},
         suspects={node: at for node, at in state.suspects.items() if node != member.node},
@@ -584,10 +616,13 @@ def _failed(state: State, event: Failed, now: float) -> Result:
         return _finish_failed(state, error, event.node)
     if state.published is None or event.epoch != state.published.epoch:
         return state, []
-    tries = {**state.tries, event.step: state.tries.get(event.step, 0) + 1}
-    state = replace(state, tries=tries, step=max(state.step, event.step))
+    first = state.raised_in != event.epoch  # several ranks may raise in one try
+    tries = {**state.tries, event.step: state.tries.get(event.step, 0) + first}
+    state = replace(state, tries=tries, raised_in=event.epoch, step=max(state.step, event.step))
     if not isinstance(error, UserCodeError) or tries[event.step] >= MAX_TRIES:
         return _finish_failed(state, error, event.node)
+    if not first:
+        return state, []
     data = {"node": event.node, "step": event.step, "message": error.message, "tries": tries[event.step]}
     state = replace(state, losses=(*state.losses, Loss("error", event.node, "", now - event.age_s)))
     state, effects = _open(state, now)
@@ -595,14 +630,18 @@ def _failed(state: State, event: Failed, now: float) -> Result:
 
 
 def _frozen(state: State, event: Frozen, now: float) -> Result:
-    member = state.members.get(event.node)
-    if event.epoch != state.epoch or state.phase not in ("freezing", "waiting"):
+    if event.epoch != state.epoch:
         return state, []
-    if member is None or member.incarnation != event.incarnation:
+    asked = state.phase in ("freezing", "waiting")
+    member, absent = state.members.get(event.node), state.absent.get(event.incarnation)
+    if asked:
+        state = replace(state, evidence={**state.evidence, event.incarnation: event.report})
+    if member is None and absent is not None:  # given up because its report was late: nothing else brings it back
+        return _joined(state, absent, now)
+    if not asked or member is None or member.incarnation != event.incarnation:
         return state, []
-    reports = {**state.reports, event.node: event.report}
-    evidence = {**state.evidence, event.incarnation: event.report}
-    return _progress(replace(state, reports=reports, evidence=evidence), now)
+    state = replace(state, unproven=_without(state.unproven, event.incarnation))
+    return _progress(replace(state, reports={**state.reports, event.node: event.report}), now)
 
 
 def _progress(state: State, now: float, effects: list[Effect] | None = None) -> Result:
@@ -652,15 +691,23 @@ def _collect(state: State, now: float, effects: list[Effect]) -> Result:
 def _decide(state: State, now: float, effects: list[Effect]) -> Result:
     """Decides the outcome of the open step and the next plan together, and publishes them."""
     settings = state.settings
-    reports = [*state.evidence.values(), *state.reports.values()]
     last = state.switching or state.published
+    voters = _voters(state)
+    reports = [report for incarnation, report in state.evidence.items() if incarnation in voters]
     # Once a plan has formed, what it told has been carried out.
     unformed = last is not None and state.current != last.epoch
-    outcome = decide(reports, last.outcome if last is not None and unformed else None)
-    lineage, held = state.lineage, {}
+    outcome = decide(reports, last.outcome, last.epoch) if last is not None and unformed else decide(reports, None)
+    lineage, held, live = state.lineage, {}, {}
+    version = (lineage, 0, 0)
     if outcome is not None:
-        live = {node: report for node, report in state.reports.items() if node in state.members}
-        held = dict(holdings(live, outcome, lineage, settings.exact))
+        live = {
+            node: report if state.members[node].incarnation in voters else replace(report, voter=False)
+            for node, report in state.reports.items()
+            if node in state.members
+        }
+        told = last.version if last is not None else None
+        version = version_after(reports, outcome, lineage, settings.exact, told)
+        held = dict(holdings(live, outcome, version, lineage))
     usable = [Node(node) for node in sorted(state.members) if node not in state.draining]
     try:
         if len(usable) < settings.min_nodes:
@@ -669,40 +716,46 @@ def _decide(state: State, now: float, effects: list[Effect]) -> Result:
                 needed=settings.min_nodes,
                 present=len(usable),
             )
-        found = reconfigure(
-            settings.profile,
-            usable,
-            held,
-            microbatches=settings.microbatches,
-            fault_tolerance=settings.fault_tolerance,
-            device_bytes=settings.device_bytes,
-            previous=state.published.plan if state.published else None,
-        )
+        found = _found(state, usable, held)
+        if found.missing and outcome is not None and _may_be_void(reports, outcome, last):
+            # The vote has passed, but a layer's gradients are lost with their holder. Nobody has applied or announced
+            # the step: rather do it again than start from a snapshot.
+            void = Outcome(outcome.step, None, 0)
+            before = version_after(reports, void, lineage, settings.exact, last.version if last is not None else None)
+            again = holdings(live, void, before, lineage)
+            if not (other := _found(state, usable, again)).missing:
+                outcome, version, found = void, before, other
     except TooFewNodes as error:
+        if len(usable) < len(state.members) and _enough(state):
+            refused = Record("drain_refused", {"nodes": sorted(state.draining), "reason": error.message})
+            return _decide(replace(state, draining=frozenset()), now, [*effects, refused])
         return _wait(state, error.message, effects)
     except PlanError as error:
         return _finish_failed(state, error, "", effects)
     rolled_back = 0
-    lost = bool(found.missing) and state.current > 0
-    if lost:
+    begun = outcome is not None or (state.current > 0 and not (unformed and last is not None and last.from_seeds))
+    lost = bool(found.missing) and begun
+    if found.missing and state.published is not None:
         holders = [at for at in state.unproven.values() if now - at < settings.rollback_after_s]
         if holders:
             names = ", ".join(settings.layers[layer] for layer in found.missing)
             return _wait(state, f"no live node holds {names}; waiting for one that may come back", effects)
+    if lost:
         rolled_back, lineage = max(state.step, outcome.after if outcome else 0), lineage + 1
         effects = [*effects, Record("rollback", {"lineage": lineage, "to_step": 0, "lost_steps": rolled_back})]
     from_seeds = outcome is None or bool(found.missing)
+    if from_seeds and state.published is not None and not lost:
+        lineage += 1  # the plan before may have formed and begun, whatever has been heard of it
     # A number that was opened by a freeze is used by the plan it leads to, however long that takes.
     epoch = max(state.epoch, (last.epoch if last is not None else 0) + 1)
     form_s = min(60.0, settings.form_s * 2**state.unformed_in_a_row)
     publish = Publish(
         epoch=epoch,
         plan=found.plan,
-        members=_involved(state, found.plan, found.transfers),
+        # A drained node carries the outcome out too: it holds its layers until the epoch has formed.
+        members=_involved(state, found.plan, found.transfers) | _of(state, state.draining),
         outcome=None if from_seeds else outcome,
-        version=(lineage, 0, 0)
-        if from_seeds or outcome is None
-        else version_after(reports, outcome, lineage, settings.exact),
+        version=(lineage, 0, 0) if from_seeds else version,
         lineage=lineage,
         from_seeds=from_seeds,
         sources={} if from_seeds else _sources(found.transfers),
@@ -730,6 +783,58 @@ def _decide(state: State, now: float, effects: list[Effect]) -> Result:
     return state, [*effects, publish]
 
 
+def _found(state: State, usable: list[Node], held: Mapping[str, frozenset[int]]) -> Reconfiguration:
+    settings = state.settings
+    return reconfigure(
+        settings.profile,
+        usable,
+        held,
+        microbatches=settings.microbatches,
+        fault_tolerance=settings.fault_tolerance,
+        device_bytes=settings.device_bytes,
+        previous=state.published.plan if state.published else None,
+    )
+
+
+def _may_be_void(reports: Iterable[Report], outcome: Outcome, last: Publish | None) -> bool:
+    """Whether nobody who lives has carried the decided step out, and no plan has told it."""
+    before = last.outcome if last is not None else None
+    told = before is not None and before.verdict is not None and before.step == outcome.step
+    beyond = any(report.voter and report.step > outcome.step for report in reports)
+    return outcome.verdict is not None and not told and not beyond
+
+
+def _enough(state: State) -> bool:
+    """Whether the nodes here would do if none of them were drained."""
+    if len(state.members) < state.settings.min_nodes:
+        return False
+    try:
+        _found(state, [Node(node) for node in sorted(state.members)], {})
+    except PlanError:
+        return False
+    return True
+
+
+def _voters(state: State) -> frozenset[str]:
+    """The incarnations whose steps and votes count.
+
+    Others were voters of an epoch long gone: one that was excluded and is back, or a spare that has not entered the
+    newest plan yet. What they knew is in the outcome of a plan since. Nor does the step of another lineage count.
+    """
+    last = state.switching or state.published
+    told = last.outcome if last is not None and state.current != last.epoch else None
+    out = set()
+    for incarnation, report in state.evidence.items():
+        epoch = report.epoch
+        stale = epoch is not None and epoch < state.current
+        if epoch is not None and told is not None and last is not None and epoch < last.epoch:
+            stale = stale or report.step not in (told.step, told.after)
+        here = any(version[0] == state.lineage for version in report.holds.values())
+        if report.voter and here and not stale:
+            out.add(incarnation)
+    return frozenset(out)
+
+
 def _wait(state: State, reason: str, effects: list[Effect]) -> Result:
     """Nothing can run now. Survivors keep what they hold, and their reports stay good."""
     if state.stop:
@@ -739,11 +844,15 @@ def _wait(state: State, reason: str, effects: list[Effect]) -> Result:
     return replace(state, phase="waiting", waiting_for=reason), effects
 
 
-def _involved(state: State, plan: Plan, transfers: Iterable[Transfer]) -> Mapping[str, Member]:
+def _involved(state: State, plan: Plan, transfers: Iterable[Transfer]) -> dict[str, Member]:
     """Whom the plan concerns: ranks, spares, and those that only hand layers over."""
     names = {stage.node for pipeline in plan.pipelines for stage in pipeline.stages} | set(plan.spares)
     names |= {source for transfer in transfers for source in transfer.sources}
-    return {name: state.members[name] for name in sorted(names) if name in state.members}
+    return _of(state, names)
+
+
+def _of(state: State, nodes: Iterable[str]) -> dict[str, Member]:
+    return {node: state.members[node] for node in sorted(nodes) if node in state.members}
 
 
 def _sources(transfers: Iterable[Transfer]) -> Mapping[str, Mapping[int, tuple[str, ...]]]:
@@ -842,7 +951,13 @@ def _release(state: State, effects: list[Effect]) -> Result:
         members = {name: member for name, member in state.members.items() if name != node}
         in_plan = {name: member for name, member in published.members.items() if name != node}
         published = replace(published, members=in_plan)
-        state = replace(state, members=members, published=published, draining=state.draining - {node})
+        state = replace(
+            state,
+            members=members,
+            published=published,
+            draining=state.draining - {node},
+            suspects=_without(state.suspects, node),
+        )
         effects = [*effects, Record("node_released", {"node": node}), Release(node)]
     return state, effects
 
@@ -901,6 +1016,7 @@ def _all_formed(state: State, now: float) -> Result:
         published=newest,
         switching=None,
         formed_at=now,
+        progressed_at=now,
         reports={},
         evidence={},
         unproven={},

@@ -66,6 +66,7 @@ class Session:
         self._layers: dict[int, LayerState] = {}
         self._progress = Progress(0, [FIRST_EXPONENT] * len(self._units))
         self._voter = False  # has taken part in votes: its step says how far the epoch was
+        self._formed: int | None = None  # the last epoch that this worker formed
         self._last_vote_at: float | None = None
         self._step_s: float | None = None
         self._open: Epoch | None = None  # the last epoch, until the outcome of its open step is carried out
@@ -116,6 +117,8 @@ class Session:
         return {
             "step": self._progress.step,
             "prepared": open_.prepared if open_ is not None else None,
+            "due": open_.indices if open_ is not None else None,
+            "formed": self._formed,
             "voter": self._voter,
             "vote": [vote[0], open_.epoch, vote[1].to_json()] if open_ is not None and vote is not None else None,
             "holds": {str(i): list(layer.version) for i, layer in self._layers.items() if layer.version is not None},
@@ -238,7 +241,7 @@ class Session:
         self._open = Epoch(
             self._job, train, self._boundaries, plan, groups, self._layers, self._progress, self._device, member
         )
-        self._voter = True
+        self._voter, self._formed = True, epoch
         self._send(
             {
                 "ev": "formed",

@@ -125,6 +125,7 @@ class Epoch:
 
     Attributes:
         prepared: the step whose summed gradients are complete here, as seen by the host; kept until it is decided.
+        indices: of the layers of this rank's stage; what is prepared covers these.
         last_vote: the newest vote this rank has seen, ``(step, verdict)``.
         voted_at, step_s: when that was, and the time since the one before (seconds of ``perf_counter``).
     """
@@ -152,6 +153,7 @@ class Epoch:
         self._world_size = len(plan.ranks())
         places = plan.ranks()
         self._place = next(place for place in places if place.rank == groups.rank)
+        self.indices = list(range(self._place.start, self._place.stop))
         pipeline = plan.pipelines[self._place.pipeline]
         self._layers = [layers[i] for i in range(self._place.start, self._place.stop)]
         self._microbatches = pipeline.microbatches

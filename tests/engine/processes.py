@@ -160,18 +160,18 @@ class Cluster:
         live = {node: report for node, report in reports.items() if node in self.members}
         outcome = decide([*reports.values(), *dead], None if self._formed else self._outcome)
         assert outcome is not None
+        exact = self.config.train.reduction == "exact"
+        version = version_after([*reports.values(), *dead], outcome, self._lineage, exact)
         found = reconfigure(
             self.inspection.profile,
             [Node(node) for node in sorted(self.members)],
-            holdings(live, outcome, self._lineage, exact=self.config.train.reduction == "exact"),
+            holdings(live, outcome, version, self._lineage),
             microbatches=self.config.train.microbatches,
             fault_tolerance=0,
             device_bytes=self._device_bytes,
             previous=self._plan,
         )
         assert found.missing == (), "no live node holds these layers"
-        exact = self.config.train.reduction == "exact"
-        version = version_after([*reports.values(), *dead], outcome, self._lineage, exact)
         sources = {}
         for transfer in found.transfers:
             sources.setdefault(transfer.node, {})[transfer.layer] = transfer.sources
