@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.harness import CONFIGS, plain_digest, until
 
-WHOLE, HALF = CONFIGS / "gpt-bytes.yaml", CONFIGS / "gpt-bytes-pipeline.yaml"
+WHOLE = CONFIGS / "gpt-bytes.yaml"
 
 
 def nodes_of(elastic):
@@ -71,21 +71,3 @@ def test_a_worker_then_a_node_then_two_nodes_at_once(elastic):
     until(lambda: len({loss["node"] for e in of_kind(elastic, "recovered") for loss in e["losses"]}) == 4, "recovered")
     together(elastic, command, nodes=4, steps=1, plans=6)
     check(elastic, command, WHOLE, steps, {"node-0": "node", "node-1": "worker", "node-2": "node", "node-3": "node"})
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.slow
-def test_pipelines_lose_each_node_in_turn_and_are_resized(elastic):
-    steps = 150
-    command = elastic.train(HALF, train__steps=steps)
-    plans = 0
-    for number in range(5):
-        together(elastic, command, nodes=5, steps=1, plans=plans)
-        os.killpg(nodes_of(elastic)[f"node-{number}"]["agent_pid"], signal.SIGKILL)
-        until(lambda: len(of_kind(elastic, "recovered")) == number + 1, "recovered")  # noqa: B023
-        plans = len(of_kind(elastic, "plan"))
-    together(elastic, command, nodes=5, steps=1, plans=plans)
-    for size in (4, 2, 7):
-        assert elastic("nodes", "set", size, "--run-dir", elastic.run_dir).code == 0
-        together(elastic, command, nodes=size, steps=1)
-    check(elastic, command, HALF, steps, {f"node-{i}": "node" for i in range(5)})
