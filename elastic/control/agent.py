@@ -143,7 +143,7 @@ class Agent:
             self._worker.send({"op": "stop"})
 
     def _follow(self, watch: Watch) -> None:
-        while True:
+        while not watch.closed:
             for event in watch.get(timeout_s=1.0):
                 if event.kind == "put":
                     self._inbox.put(("etcd", event.kv))

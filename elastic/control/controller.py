@@ -17,8 +17,9 @@ from elastic.config import Config
 from elastic.control import state as st
 from elastic.control.outcome import Outcome, Report
 from elastic.control.probe import Prober
+from elastic.errors import EtcdUnreachable
 from elastic.planning import ModelProfile, Plan
-from elastic.rendezvous import KV, Delete, Etcd, Keys, Leadership, Lease, Op, Put, Watch, watch_prefix
+from elastic.rendezvous import KV, Delete, Etcd, Keys, Leadership, Lease, LeaseGone, Op, Put, Watch, watch_prefix
 
 Json = dict[str, Any]
 TICK_S = 1.0
@@ -64,7 +65,8 @@ class Controller:
         self._members: dict[str, str] = {}  # incarnation by node, as read from etcd
         self._sequence = 0
         self._done = threading.Event()
-        self._prober = Prober(lambda agent: self._inbox.put([st.AgentGone(agent)]))
+        self._lease_id = 0
+        self._prober = Prober(self._agent_gone)
 
     def run(self) -> None:
         """Leads until the job has ended; then its result is in etcd."""
@@ -74,6 +76,7 @@ class Controller:
         spec = json.loads(spec_kv.value)
         config = Config.from_dict(spec["config"])
         lease = Lease(self._etcd, config.detection.lease_s)
+        self._lease_id = lease.id
         leadership = Leadership(self._etcd, self._keys.leader, lease, self._identity)
         try:
             if not leadership.campaign(timeout_s=config.detection.orphan_s):
@@ -88,20 +91,20 @@ class Controller:
 
     def _lead(self, settings: st.Settings, leadership: Leadership) -> None:
         listed, watch = watch_prefix(self._etcd, self._keys.root)
-        state = self._restore(settings, listed)
-        for kv in listed:
-            for event in self._events_of(kv):
-                state = self._step(state, event, leadership)
-        threading.Thread(target=self._follow, args=(watch,), name="follow", daemon=True).start()
-        threading.Thread(target=self._call_fleet, name="fleet", daemon=True).start()
-        while state.phase != "ended":
-            try:
-                events = self._inbox.get(timeout=TICK_S)
-            except queue.Empty:
-                events = [st.Tick()]
-            for event in events:
-                state = self._step(state, event, leadership)
-        watch.close()
+        with watch:
+            state = self._restore(settings, listed)
+            for kv in listed:
+                for event in self._events_of(kv):
+                    state = self._step(state, event, leadership)
+            threading.Thread(target=self._follow, args=(watch,), name="follow", daemon=True).start()
+            threading.Thread(target=self._call_fleet, name="fleet", daemon=True).start()
+            while state.phase != "ended":
+                try:
+                    events = self._inbox.get(timeout=TICK_S)
+                except queue.Empty:
+                    events = [st.Tick()]
+                for event in events:
+                    state = self._step(state, event, leadership)
 
     def _step(self, state: st.State, event: st.Event, leadership: Leadership) -> st.State:
         """One decision, and all its effects in one fenced transaction."""
@@ -145,7 +148,7 @@ class Controller:
         return state
 
     def _follow(self, watch: Watch) -> None:
-        while not self._done.is_set():
+        while not watch.closed:
             for event in watch.get(timeout_s=1.0):
                 found = self._events_of(event.kv) if event.kind == "put" else self._gone(event.kv.key)
                 self._inbox.put(list(found))
@@ -176,6 +179,16 @@ class Controller:
             case "request":
                 yield from self._requested(node, kv.value)
 
+    def _agent_gone(self, agent: str) -> None:
+        """Marks the end of an agent behind everything it wrote: the probe may be faster than the watch, and what the
+        agent said before must be heard before its death."""
+        try:
+            self._etcd.put(self._keys.request(f"gone.{agent}"), b"", self._lease_id)
+        except LeaseGone:
+            pass  # another controller leads, and probes by itself
+        except EtcdUnreachable:
+            self._inbox.put([st.AgentGone(agent)])
+
     def _requested(self, name: str, value: bytes) -> Iterable[st.Event]:
         kind, _, node = name.partition(".")
         if kind == "stop":
@@ -184,6 +197,8 @@ class Controller:
             yield st.DrainRequested(node)
         elif kind == "nodes":
             yield st.SizeRequested(int(value))
+        elif kind == "gone":
+            yield st.AgentGone(node)
 
     def _reported(self, node: str, report: Json) -> Iterable[st.Event]:
         epoch = report.get("epoch", 0)

@@ -140,6 +140,7 @@ class Gradients:
     ) -> None:
         self.units = units
         self.exponents = list(exponents)
+        self._scaled = False
         self.exact = exact
         self._terms = list(terms)
         self.largest: dict[tuple[int, int], float] = {}  # (unit, layer) -> largest magnitude in any local microbatch
@@ -161,6 +162,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Forgets everything of the last step."""
+        self._scaled = False
         self.largest.clear()
         for unit in self.units:
             for slot in unit.slots:
@@ -250,10 +252,12 @@ class Gradients:
         return math.fsum(float(torch.linalg.vector_norm(slot.gradient)) ** 2 for slot in unit.slots)
 
     def apply_factor(self, factor: float) -> None:
-        """Multiplies every summed gradient by ``factor`` and hands it to the parameters as ``.grad``."""
+        """Multiplies every summed gradient by ``factor``, once, and hands it to the parameters as ``.grad``."""
         for unit in self.units:
             for slot in unit.slots:
-                slot.gradient.mul_(factor)
+                if not self._scaled:  # an optimizer that raised in one layer is called again for those after it
+                    slot.gradient.mul_(factor)
                 for i, (_, _, parameter) in enumerate(slot.leaves):
                     # Some optimizers change gradients in place: no two parameters share one.
                     parameter.grad = slot.gradient.clone() if i else slot.gradient
+        self._scaled = True

@@ -70,6 +70,7 @@ class Session:
         self._last_vote_at: float | None = None
         self._step_s: float | None = None
         self._open: Epoch | None = None  # the last epoch, until the outcome of its open step is carried out
+        self._vote: list[Any] | None = None  # the newest that is known of epochs before, as it is reported
         self._entered = 0  # the epoch whose outcome has been carried out here: its versions may be handed over
         self._server = LayerServer(init["host"], self._secret, self._find)
         self.layers_address = self._server.address
@@ -80,16 +81,18 @@ class Session:
         self._stop.set()
 
     def offer(self, command: Message) -> Message | None:
-        """A plan: kept for a voted switch if this worker trains the epoch it follows, else given back to be run."""
+        """A plan: kept for a voted switch if this worker trains the epoch it follows, else given back to be run.
+
+        Dropped if that epoch broke here: its open step is decided by the plan that follows the break.
+        """
         with self._lock:
-            if (
-                command["switch_from"] is not None
-                and command["switch_from"] == self._newest
-                and self._groups is not None
-            ):
+            if command["switch_from"] is None:
+                return command
+            if command["switch_from"] == self._newest and self._groups is not None:
                 self._next = command
                 return None
-        return command
+            broke = self._open is not None and self._open.epoch == command["switch_from"]
+        return None if broke else command
 
     def freeze(self, epoch: int, timeout_s: float) -> None:
         """Ends whatever epoch is older than ``epoch`` and reports what this worker holds; silent when it cannot."""
@@ -113,14 +116,13 @@ class Session:
     def _holdings(self) -> Json:
         """Only of a frozen worker: nothing here changes while the gate is shut."""
         open_ = self._open
-        vote = open_.last_vote if open_ is not None else None
         return {
             "step": self._progress.step,
             "prepared": open_.prepared if open_ is not None else None,
-            "due": open_.indices if open_ is not None else None,
+            "due": open_.indices if open_ is not None else [],
             "formed": self._formed,
             "voter": self._voter,
-            "vote": [vote[0], open_.epoch, vote[1].to_json()] if open_ is not None and vote is not None else None,
+            "vote": _vote_of(open_) or self._vote,
             "holds": {str(i): list(layer.version) for i, layer in self._layers.items() if layer.version is not None},
         }
 
@@ -200,7 +202,6 @@ class Session:
         self._entered = epoch
         rank = command["ranks"].get(command["node"])
         if rank is None:
-            self._voter = False
             return None  # spare, or only here to hand layers over
         plan = Plan.from_json(command["plan"])
         started = self._wall()
@@ -218,7 +219,6 @@ class Session:
         for layer in built:
             self._layers[layer.index] = layer
         for progress in fetched:
-            # Also of an equal step: a redo changes the scales.
             self._progress = Progress.from_json(progress)
         transferred = self._wall()
 
@@ -255,21 +255,29 @@ class Session:
 
     def _settle(self, command: Message) -> None:
         """Carries out the outcome of the open step that the plan gives, or starts from the seeds."""
-        outcome, open_ = command["outcome"], self._open
+        outcome, open_, switch = command["outcome"], self._open, command["switch_from"]
         self._open = None  # with it go the gradients of the step
         if open_ is not None:
             self._last_vote_at, self._step_s = open_.voted_at, open_.step_s
+            self._vote = _vote_of(open_) or self._vote
+        for index in [i for i, layer in self._layers.items() if layer.version is None]:
+            del self._layers[index]  # torn
+        if switch is not None:
+            if open_ is None or open_.epoch != switch:  # what a spare holds is of an epoch long gone
+                self._layers.clear()
+                self._voter, self._vote = False, None
+            return
+        verdict = outcome["verdict"] if outcome is not None else None
+        self._vote = [outcome["step"], outcome["epoch"], verdict] if verdict is not None else None
         if command["from_seeds"]:
             self._layers.clear()
             self._progress = Progress(0, [FIRST_EXPONENT] * len(self._units))
-        elif open_ is not None and outcome is not None and outcome["verdict"] is not None:
-            open_.settle(outcome["step"], Verdict.from_json(outcome["verdict"]))
+            return
+        if open_ is not None and verdict is not None:
+            open_.settle(outcome["step"], Verdict.from_json(verdict))
         wanted = None if command["version"] is None else version_of(command["version"])
-        if command["switch_from"] is not None and open_ is None:
-            self._layers.clear()  # what a spare holds is of an epoch long gone
         for index in [i for i, layer in self._layers.items() if wanted not in (None, layer.version)]:
-            if not command["from_seeds"]:
-                del self._layers[index]
+            del self._layers[index]
 
     def _pause(self) -> Json:
         """How long training stood still here, from the last vote of one epoch to the first of the next."""
@@ -333,3 +341,11 @@ class Session:
         self._send(
             {"ev": "step", "epoch": epoch, **record, "weight": announcement.weight, "seconds": announcement.seconds}
         )
+
+
+def _vote_of(open_: Epoch | None) -> list[Any] | None:
+    """The newest vote that an epoch has seen: step, epoch, verdict."""
+    if open_ is None or open_.last_vote is None:
+        return None
+    step, verdict = open_.last_vote
+    return [step, open_.epoch, verdict.to_json()]

@@ -285,16 +285,12 @@ class Epoch:
     def settle(self, step: int, verdict: Verdict) -> None:
         """Carries out a verdict that this epoch's own vote may not have told us: applies the prepared step, or not.
 
-        A rank that has applied it already does nothing.
-
-        Raises:
-            RuntimeError: the verdict is for a step that was not prepared here.
+        A rank that has applied it already does nothing, nor does one that has not prepared it: the plan has it fetch
+        its layers from those that have.
         """
-        if self._progress.step != step:
-            return
-        if verdict.kind == "commit" and self.prepared != step:
-            raise RuntimeError(f"step {step} was decided, but is not prepared here")
-        self._follow(verdict, time.perf_counter())
+        self._layers = [layer for layer in self._layers if layer.version is not None]  # the others are torn
+        if self._progress.step == step and (verdict.kind == "skip" or self.prepared == step):
+            self._follow(verdict, time.perf_counter())
 
     def _follow(self, verdict: Verdict, started: float) -> None:
         progress = self._progress
@@ -310,10 +306,15 @@ class Epoch:
             metrics = Metrics(progress.step, verdict.loss, rate, verdict.grad_norm, progress.ledger.samples)
             seconds = time.perf_counter() - started
             progress.last = self._pending = Announcement(metrics, progress.ledger, verdict.weight, seconds)
-        if verdict.kind in ("commit", "redo") and self._exact:
-            known = zip(self._gradients.exponents, verdict.largest, self._layout.terms, strict=True)
+        if self._exact and verdict.kind in ("commit", "redo"):
+            known = zip(progress.exponents, verdict.largest, self._layout.terms, strict=True)
             self._gradients.exponents = [next_exponent(*one) for one in known]
+        # A redo may be known to some ranks only. Their next epoch starts from the scales that all know, and finds the
+        # same redo again.
+        if verdict.kind == "commit":
             progress.exponents = self._gradients.exponents
+        elif verdict.kind == "skip":
+            self._gradients.exponents = progress.exponents
         self.prepared = None
 
     def _forward_backward(self, step: int, ballot: Ballot) -> None:

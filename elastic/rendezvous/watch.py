@@ -74,6 +74,11 @@ class Watch:
             return events
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called: `get` waits for nothing any more."""
+        return self._closed.is_set()
+
+    @property
     def healthy(self) -> bool:
         """Whether etcd accepted the watch and has answered since; false does not mean that events were lost."""
         return self._healthy

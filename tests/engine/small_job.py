@@ -77,6 +77,35 @@ class Raising(Tokens):
         return super().__getitem__(index)
 
 
+class RaisesOnce(torch.optim.AdamW):
+    """Raises after its update number ``step``, in the one process of all that finds the file ``token`` absent."""
+
+    def __init__(self, named, step, token, **options):
+        super().__init__(named, **options)
+        self.left, self.token = step, token
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.left -= 1
+        if self.left == 0:
+            try:
+                open(self.token, "x").close()
+            except FileExistsError:
+                return
+            raise ValueError("this update went wrong")
+
+
+def optimizer(params):
+    once = params.get("optimizer_raises")
+
+    def build(named):
+        if once and torch.initial_seed() == seed_of(3, "optimizer", once["layer"]):
+            return RaisesOnce(named, once["step"], once["token"], lr=1e-3)
+        return torch.optim.AdamW(named, lr=1e-3)
+
+    return build
+
+
 def job(params):
     tied = {"out.weight": "embed.weight"} if params.get("tied") else {}
     data = (
@@ -90,7 +119,7 @@ def job(params):
         layers=layers,
         loss=weighted_loss if params.get("weighted") else loss,
         dataset=data,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        optimizer=optimizer(params),
         lr=lambda step: 1e-2 / (1 + step),
         evaluation=elastic.Evaluation(Tokens(), every=3, samples=8) if params.get("evaluate") else None,
     )

@@ -129,6 +129,21 @@ def test_scenario_05_a_users_error_kills_nobody_and_stops_the_job_at_the_third_t
     assert len(before) == 2
 
 
+def test_a_layer_whose_update_was_cut_counts_as_not_held(tmp_path):
+    once = {"layer": "block.1", "step": 5, "token": str(tmp_path / "raised")}
+    config = small_config({"optimizer_raises": once}, steps=30, clip_norm=0.5)
+    with Cluster(config, 3, tmp_path / "run") as cluster:
+        result = cluster.result()
+        assert result["state"] == "done", result
+        assert (result["lost"], result["repeated"]) == (0, 0)
+        (error,) = cluster.of_kind("user_error")
+        assert (error["step"], cluster.of_kind("node_left")) == (4, [])
+        (plan,) = [plan for plan in cluster.of_kind("plan") if "raised" in plan["reason"]]
+        assert f"to {error['node']}" in plan["reason"]  # it fetches what it tore
+        same = small_config(steps=30, clip_norm=0.5)
+        assert result["params_digest"] == plain_train(load(same), same.train)[0]
+
+
 def test_scenario_06_the_port_that_was_free_is_taken_when_it_is_bound(tmp_path, monkeypatch):
     with EtcdServer(tmp_path / "first", tmp_path / "first.log") as first:
         taken = int(first.endpoint.rpartition(":")[2])
