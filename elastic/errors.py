@@ -10,6 +10,9 @@
     │   ├── EtcdUnreachable
     │   ├── RayUnreachable
     │   └── StoreUnreachable
+    ├── CheckpointAbsent         exit 4   there is no such checkpoint
+    │   ├── CheckpointIncomplete exit 5   a part of it is missing
+    │   └── CheckpointCorrupt    exit 6   it is not what was written
     ├── UserCodeError            exit 1   an exception in the user's own code, with its traceback
     ├── NonFinite                exit 1   loss or gradient is not finite and the policy is `stop`
     ├── NodeLost                 exit 1   a member of the running epoch is gone
@@ -84,6 +87,21 @@ class RayUnreachable(Unreachable):
 
 class StoreUnreachable(Unreachable):
     code = "store_unreachable"
+
+
+class CheckpointAbsent(ElasticError):
+    code = "checkpoint_absent"
+    exit_code = 4
+
+
+class CheckpointIncomplete(CheckpointAbsent):
+    code = "checkpoint_incomplete"
+    exit_code = 5
+
+
+class CheckpointCorrupt(CheckpointAbsent):
+    code = "checkpoint_corrupt"
+    exit_code = 6
 
 
 class UserCodeError(ElasticError):

@@ -20,7 +20,9 @@ import psutil
 
 from elastic.config import Config, config_from, load_config
 from elastic.errors import ElasticError, EtcdUnreachable, Interrupted, JobAlive, PlanError, from_json
+from elastic.observe.summary import summarize
 from elastic.rendezvous import Etcd, Keys, Put, created
+from elastic.resume import begin, find_start
 from elastic.runfiles import RunFiles, writing
 
 Json = dict[str, Any]
@@ -51,6 +53,7 @@ def run(
         job: path of a YAML config, or its content as a mapping (paths in it start at the current folder).
         set: overrides such as ``"train.steps=20"``.
         run_dir: where the run lives; ``runs/<name>`` by default.
+        resume: ``auto`` goes on with an unfinished generation, ``never`` begins a new one, a step starts from there.
 
     Raises:
         ElasticError: the job could not be started, or it failed.
@@ -85,13 +88,29 @@ def execute(
             "stop it with `elastic stop`, or give another --run-dir",
         )
     _clean_up(files)
+    url = config.checkpoint.url_in(str(files.path))
+    try:
+        start = find_start(config, url, resume)
+    except BaseException:
+        os.close(lock)
+        raise
+    if start.finished is not None:
+        os.close(lock)
+        if watcher is not None:
+            watcher.note(
+                f"generation {start.finished['generation']} in {url} is finished; --resume never starts a new one,"
+                " a higher train.steps goes on"
+            )
+        return summarize(config.name, [], [], start.finished, start.finished["generation"])
     files.prepare()
     supervisor = _Supervisor(files, lock)
     try:
         supervisor.tell({"config": config.to_dict(), "detach": detach})
         if watcher is not None:
             watcher.note("inspecting the job")
-        supervisor.tell({"spec": _inspect(config)})
+        spec = _inspect(config)
+        generation = begin(config, url, start, [layer["name"] for layer in spec["profile"]["layers"]])
+        supervisor.tell({"spec": {**spec, "generation": generation, "start": start.manifest}})
         return supervisor.follow(watcher, until_formed=detach)
     except BaseException:
         supervisor.kill()
@@ -235,11 +254,15 @@ def _clean_up(files: RunFiles) -> None:
     temp_dir = files.run().get("temp_dir")
     if not temp_dir:
         return
-    left = [process for process in psutil.process_iter() if _uses(process, temp_dir)]
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left, timeout=CLEAN_UP_S)
+    deadline = time.monotonic() + CLEAN_UP_S
+    # Again and again: as long as its raylet lived, Ray may have started another agent for one that was killed.
+    while left := [process for process in psutil.process_iter() if _uses(process, temp_dir)]:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=max(0.1, deadline - time.monotonic()))
+        if time.monotonic() > deadline:
+            break
     shutil.rmtree(temp_dir, ignore_errors=True)
     with writing(files.path):
         files.forget_run()

@@ -137,8 +137,9 @@ class Agent:
         self._worker = WorkerProcess(
             self._spec.host, self._log, lambda message: self._inbox.put(("worker", (incarnation, message)))
         )
-        init = {key: self._job[key] for key in ("config", "boundaries", "secret")}
-        self._worker.send({"op": "init", **init, "folder": self._spec.folder, "host": self._spec.host})
+        init = {key: self._job[key] for key in ("config", "boundaries", "secret", "checkpoint_url", "generation")}
+        init |= {"folder": self._spec.folder, "host": self._spec.host, "writer": f"{self._spec.node}-{incarnation}"}
+        self._worker.send({"op": "init", **init})
         if self._stop:
             self._worker.send({"op": "stop"})
 
@@ -183,6 +184,8 @@ class Agent:
             record = json.loads(kv.value)
             self._frozen, fresh = max(self._frozen, record["epoch"]), record["epoch"] >= self._frozen
             mine = record["members"].get(self._spec.node)
+            if record["base"] is not None:
+                self._steps = []  # they are undone
             if fresh and mine is not None and mine["incarnation"] == self._incarnation:
                 self._send({"op": "form", **record, "node": self._spec.node})
         elif parsed.kind == "request" and parsed.name == "stop":
@@ -231,6 +234,8 @@ class Agent:
             self._untold = True
         elif kind == "exit":
             self._exited(message)
+        elif kind in ("saved", "unsaved"):
+            self._put(self._keys.save(message["version"], message["writer"]), json.dumps(message).encode())
         else:
             if kind == "end":
                 self._tell_progress()  # the end never overtakes the steps before it

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from elastic.config import Config
 from elastic.control import state as st
-from elastic.control.outcome import Outcome, Report
+from elastic.control.checkpoints import Checkpoints
+from elastic.control.outcome import Outcome, Report, Version
 from elastic.control.probe import Prober
 from elastic.errors import EtcdUnreachable
 from elastic.planning import ModelProfile, Plan
@@ -66,6 +67,7 @@ class Controller:
         self._sequence = 0
         self._done = threading.Event()
         self._lease_id = 0
+        self._checkpoints: Checkpoints
         self._prober = Prober(self._agent_gone)
 
     def run(self) -> None:
@@ -78,6 +80,7 @@ class Controller:
         lease = Lease(self._etcd, config.detection.lease_s)
         self._lease_id = lease.id
         leadership = Leadership(self._etcd, self._keys.leader, lease, self._identity)
+        self._checkpoints = Checkpoints(config, spec, lambda event: self._inbox.put([event]), self._wall)
         try:
             if not leadership.campaign(timeout_s=config.detection.orphan_s):
                 return
@@ -85,6 +88,7 @@ class Controller:
         finally:
             self._done.set()
             self._prober.close()
+            self._checkpoints.close()
             leadership.resign()
             lease.close()
             self._etcd.close()
@@ -112,7 +116,9 @@ class Controller:
         if effects:
             leadership.fenced([op for effect in effects for op in self._ops(effect, leadership.fence)])
             for effect in effects:
-                if isinstance(effect, st.Release):
+                if isinstance(effect, st.Claim | st.Commit):
+                    self._checkpoints.ask(effect)
+                elif isinstance(effect, st.Release):
                     self._fleet.release(effect.node)
                 elif isinstance(effect, st.Resize):
                     self._fleet.resize(effect.nodes)
@@ -120,18 +126,26 @@ class Controller:
 
     def _restore(self, settings: st.Settings, listed: Iterable[KV]) -> st.State:
         """The state after the last plan; reports and members that are listed are applied on top of it as events."""
-        newest, plans, step = 0, [], 0
+        newest, plans, step, starting_over, committed = 0, [], 0, False, None
         for kv in listed:
             parsed = self._keys.parse(kv.key)
             if parsed.kind == "event":
                 self._sequence = max(self._sequence, (parsed.number or 0) + 1)
+                record = json.loads(kv.value)
+                if record["kind"] == "checkpoint_saved":
+                    committed = version_of(record["version"])
             elif parsed.kind == "plan":
                 plans.append(publish_of(json.loads(kv.value)))
+            elif parsed.kind == "starting_over":
+                starting_over = True
             elif parsed.kind == "epoch":
                 newest = int(kv.value)
             elif parsed.kind == "progress":
                 step = json.loads(kv.value)["steps"][-1]["step"]
-        state = st.State(settings, changed_at=self._clock(), step=step, progressed_at=self._clock())
+        state = st.State(
+            settings, changed_at=self._clock(), step=step, progressed_at=self._clock(), committed=committed,
+            starting_over=starting_over,
+        )  # fmt: skip
         if not plans:
             return state
         last = plans[-1]
@@ -176,6 +190,8 @@ class Controller:
                 yield st.Progressed(json.loads(kv.value)["steps"][-1]["step"])
             case "report":
                 yield from self._reported(node, json.loads(kv.value))
+            case "save":
+                yield _saved_of(json.loads(kv.value))
             case "request":
                 yield from self._requested(node, kv.value)
 
@@ -220,6 +236,8 @@ class Controller:
                 yield st.Failed(node, epoch, report["step"], report["error"], self._age(report))
             case "broken":
                 yield st.Broken(node, epoch, report["reason"], self._age(report))
+            case "unreadable":
+                yield st.Unreadable(node, epoch, report["manifest"], report["reason"])
 
     def _age(self, record: Json) -> float:
         return max(0.0, self._wall() - float(record["at"]))
@@ -233,10 +251,16 @@ class Controller:
         match effect:
             case st.Freeze(epoch) | st.Current(epoch):
                 yield Put(self._keys.epoch, str(epoch).encode())
+            case st.Claim():
+                yield Put(self._keys.starting_over, b"")
+            case st.Commit(version, parts):  # from here on this leader alone may commit it
+                yield Put(self._keys.intent, json.dumps({"version": version, "writers": sorted(parts)}).encode())
             case st.Record(kind, data):
                 yield self._event(kind, data)
             case st.Publish(epoch, plan, reason=reason):
                 yield Put(self._keys.plan(epoch), json.dumps(record_of(effect, fence)).encode())
+                if effect.base is not None:
+                    yield Delete(self._keys.starting_over)
                 pipelines = [[stage.node for stage in pipeline.stages] for pipeline in plan.pipelines]
                 yield self._event(
                     "plan", {"epoch": epoch, "pipelines": pipelines, "spares": list(plan.spares), "reason": reason}
@@ -267,7 +291,7 @@ def record_of(publish: st.Publish, fence: int) -> Json:
         "outcome": None if publish.outcome is None else publish.outcome.__dict__,
         "version": publish.version,
         "lineage": publish.lineage,
-        "from_seeds": publish.from_seeds,
+        "base": None if publish.base is None else publish.base.__dict__,
         "sources": {
             node: {str(layer): [publish.members[source].layers for source in nodes] for layer, nodes in layers.items()}
             for node, layers in publish.sources.items()
@@ -291,7 +315,7 @@ def publish_of(record: Json) -> st.Publish:
         outcome=None if outcome is None else Outcome(**outcome),
         version=None if record["version"] is None else tuple(record["version"]),
         lineage=record["lineage"],
-        from_seeds=record["from_seeds"],
+        base=None if record["base"] is None else st.Base(**record["base"]),
         sources={
             node: {int(layer): tuple(nodes) for layer, nodes in layers.items()}
             for node, layers in record["source_nodes"].items()
@@ -300,6 +324,17 @@ def publish_of(record: Json) -> st.Publish:
         form_s=record["form_timeout_s"],
         reason=record["reason"],
     )
+
+
+def _saved_of(message: Json) -> st.Event:
+    version = version_of(message["version"])
+    if message["ev"] == "unsaved":
+        return st.NotSaved(message["writer"], version, message["reason"])
+    return st.Saved(message["writer"], version, message)
+
+
+def version_of(value: Sequence[int]) -> Version:
+    return (int(value[0]), int(value[1]), int(value[2]))
 
 
 def report_of(report: Json) -> Report:

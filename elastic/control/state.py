@@ -20,10 +20,20 @@ from typing import Any
 
 from elastic.control.outcome import Outcome, Report, Version, decide, holdings, version_after
 from elastic.digest import combined_digest
-from elastic.errors import ConfigError, ElasticError, NodeLost, NonFinite, PlanError, UserCodeError, from_json
+from elastic.errors import (
+    ConfigError,
+    ElasticError,
+    NodeLost,
+    NonFinite,
+    PlanError,
+    StoreUnreachable,
+    UserCodeError,
+    from_json,
+)
 from elastic.planning import ModelProfile, Node, Plan, Reconfiguration, TooFewNodes, Transfer, reconfigure
 
 MAX_TRIES = 3  # of a step that the user's code raises in
+CLAIM_AGAIN_S = 3.0  # after the checkpoint store has not answered
 MAX_BROKEN = 5  # epochs in a row that break although nobody died
 
 
@@ -195,6 +205,72 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class Base:
+    """Where training starts over: a committed checkpoint, or the seeds, which are step 0 and have no ``manifest``.
+
+    ``lineage`` was claimed for what follows: checkpoints of lineages before it that are newer never count again.
+    """
+
+    lineage: int
+    step: int = 0
+    manifest: str = ""
+
+
+@dataclass(frozen=True)
+class Based:
+    """The answer to `Claim`."""
+
+    base: Base
+
+
+@dataclass(frozen=True)
+class NotBased:
+    """The checkpoint store did not answer `Claim`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A worker found that the checkpoint it was to start from is damaged."""
+
+    node: str
+    epoch: int
+    manifest: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A worker has written its part of a checkpoint; ``part`` names what, and the ``layers`` in it."""
+
+    writer: str
+    version: Version
+    part: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    node: str
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The answer to `Commit`: the checkpoint counts."""
+
+    version: Version
+    manifest: str
+
+
+@dataclass(frozen=True)
+class NotCommitted:
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopRequested:
     pass
 
@@ -232,6 +308,13 @@ Event = (
     | RankEnded
     | Failed
     | Broken
+    | Based
+    | NotBased
+    | Unreadable
+    | Saved
+    | NotSaved
+    | Committed
+    | NotCommitted
     | StopRequested
     | DrainRequested
     | SizeRequested
@@ -253,7 +336,7 @@ class Publish:
     Attributes:
         version: of every layer at the start; ``None`` for a switch, which decides it by its vote.
         sources: for each node, the layers it must fetch, and the nodes that hold them.
-        from_seeds: nobody holds anything: start at step 0 of ``lineage``.
+        base: where all members start over, whatever they hold; ``None`` if they go on with what they hold.
         switch_from: the epoch whose members switch at a voted step; ``None`` if they are frozen.
     """
 
@@ -263,7 +346,7 @@ class Publish:
     outcome: Outcome | None
     version: Version | None
     lineage: int
-    from_seeds: bool
+    base: Base | None
     sources: Mapping[str, Mapping[int, tuple[str, ...]]]
     switch_from: int | None
     form_s: float
@@ -292,6 +375,25 @@ class Resize:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Claim the next lineage in the checkpoint store, from the newest checkpoint but those that are ``damaged``.
+
+    ``first`` is that of a run, which may start from an older one that the user named.
+    """
+
+    damaged: frozenset[str]
+    first: bool
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Make a checkpoint of these parts, by writer, count."""
+
+    version: Version
+    parts: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class Record:
     """Append to the job's history."""
 
@@ -306,7 +408,7 @@ class Finish:
     result: Mapping[str, Any]
 
 
-Effect = Freeze | Publish | Current | Release | Resize | Record | Finish
+Effect = Freeze | Publish | Current | Release | Resize | Claim | Commit | Record | Finish
 
 
 @dataclass(frozen=True)
@@ -338,6 +440,13 @@ class State:
         step, progressed_at: of the last announced step.
         measured: the last switch whose pause has been recorded.
         size: how many nodes were asked for since the start, if any.
+        starting_over: nobody holds every layer: the next plan starts from a `Base`, even if holders come back.
+        claiming: `Claim` was given out; ``base`` is its answer, until a plan starts from it.
+        damaged: manifests of checkpoints that could not be restored.
+        saves: parts of checkpoints that do not count yet, by version and writer; ``committing``, ``committed``: the
+            version that `Commit` was given out for, and the newest that counts.
+        unsaved: why the checkpoint of a step failed, by step.
+        result: how the job ended, while its last checkpoint is still to be committed.
         switching: the plan published for a switch that has not formed yet, if any, replaces ``plan`` when it has.
     """
 
@@ -377,6 +486,16 @@ class State:
     size: int | None = None
     stop: bool = False
     waiting_for: str = ""
+    starting_over: bool = False
+    claiming: bool = False
+    claim_after: float = 0.0
+    base: Base | None = None
+    damaged: frozenset[str] = frozenset()
+    saves: Mapping[Version, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    committing: Version | None = None
+    committed: Version | None = None
+    unsaved: Mapping[int, str] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
 
 
 Result = tuple[State, list[Effect]]
@@ -413,6 +532,20 @@ def advance(state: State, event: Event, now: float) -> Result:
             return _failed(state, event, now)
         case Broken():
             return _broken(state, event, now)
+        case Based(base):
+            return _progress(replace(state, claiming=False, base=base), now)
+        case NotBased(reason):
+            return _not_based(state, reason, now)
+        case Unreadable():
+            return _unreadable(state, event, now)
+        case Saved(writer, version, part):
+            return _saved(state, writer, version, part)
+        case NotSaved(node, version, reason):
+            return _not_saved(state, version, f"{node}: {reason}")
+        case Committed(version, manifest):
+            return _committed(state, version, manifest)
+        case NotCommitted(version, reason):
+            return _not_saved(state, version, reason)
         case StopRequested():
             return _stop_requested(state)
         case DrainRequested(node):
@@ -732,44 +865,98 @@ def _decide(state: State, now: float, effects: list[Effect]) -> Result:
         return _wait(state, error.message, effects)
     except PlanError as error:
         return _finish_failed(state, error, "", effects)
-    rolled_back = 0
-    begun = outcome is not None or (state.current > 0 and not (unformed and last is not None and last.from_seeds))
-    lost = bool(found.missing) and begun
-    if found.missing and state.published is not None:
+    if found.missing and state.published is not None and not state.starting_over:
         holders = [at for at in state.unproven.values() if now - at < settings.rollback_after_s]
         if holders:
             names = ", ".join(settings.layers[layer] for layer in found.missing)
             return _wait(state, f"no live node holds {names}; waiting for one that may come back", effects)
-    if lost:
-        rolled_back, lineage = max(state.step, outcome.after if outcome else 0), lineage + 1
-        effects = [*effects, Record("rollback", {"lineage": lineage, "to_step": 0, "lost_steps": rolled_back})]
-    from_seeds = outcome is None or bool(found.missing)
-    if from_seeds and state.published is not None and not lost:
-        lineage += 1  # the plan before may have formed and begun, whatever has been heard of it
-    # A number that was opened by a freeze is used by the plan it leads to, however long that takes.
-    epoch = max(state.epoch, (last.epoch if last is not None else 0) + 1)
-    form_s = min(60.0, settings.form_s * 2**state.unformed_in_a_row)
+    if outcome is None or found.missing or state.starting_over:
+        return _start_over(state, found, outcome, unformed, now, effects)
     publish = Publish(
-        epoch=epoch,
+        epoch=_next_epoch(state),
         plan=found.plan,
         # A drained node carries the outcome out too: it holds its layers until the epoch has formed.
         members=_involved(state, found.plan, found.transfers) | _of(state, state.draining),
-        outcome=None if from_seeds else outcome,
-        version=(lineage, 0, 0) if from_seeds else version,
+        outcome=outcome,
+        version=version,
         lineage=lineage,
-        from_seeds=from_seeds,
-        sources={} if from_seeds else _sources(found.transfers),
+        base=None,
+        sources=_sources(found.transfers),
         switch_from=None,
-        form_s=form_s,
+        form_s=_form_s(state),
         reason=_reason(state, found.reason),
     )
-    if lost:
-        state = replace(state, step=0)
+    return _published(state, publish, now, effects)
+
+
+def _start_over(
+    state: State, found: Reconfiguration, outcome: Outcome | None, unformed: bool, now: float, effects: list[Effect]
+) -> Result:
+    """The plan that starts from a checkpoint or the seeds, once the store has said from which.
+
+    Every one claims a lineage of its own: a plan before it may have formed and begun, whatever has been heard of it.
+    """
+    state = replace(state, starting_over=True)
+    base = state.base
+    if base is None:
+        if state.claiming or now < state.claim_after:
+            return replace(state, phase="waiting"), effects
+        claim = Claim(state.damaged, first=state.published is None)
+        return replace(state, phase="waiting", claiming=True), [*effects, claim]
+    last = state.switching or state.published
+    where = {"lineage": base.lineage, "manifest": base.manifest}
+    lost = 0
+    if outcome is not None or state.current > 0:
+        lost = max(0, max(state.step, outcome.after if outcome else 0) - base.step)
+        again = unformed and last is not None and last.base is not None  # that one has told already
+        if lost or not again:
+            effects = [*effects, Record("rollback", {**where, "to_step": base.step, "lost_steps": lost})]
+    elif base.manifest:
+        effects = [*effects, Record("resumed", {**where, "step": base.step})]
+    publish = Publish(
+        epoch=_next_epoch(state),
+        plan=found.plan,
+        members=_involved(state, found.plan, ()) | _of(state, state.draining),
+        outcome=None,
+        version=(base.lineage, base.step, 0),
+        lineage=base.lineage,
+        base=base,
+        sources={},
+        switch_from=None,
+        form_s=_form_s(state),
+        reason=_reason(
+            state, f"{found.reason}; from the checkpoint of step {base.step}" if base.manifest else found.reason
+        ),
+    )
+    state = replace(
+        state,
+        step=base.step,
+        starting_over=False,
+        base=None,
+        saves={},
+        unsaved={},
+        committing=None,
+        lost_steps=state.lost_steps + lost,
+    )
+    return _published(state, publish, now, effects)
+
+
+def _next_epoch(state: State) -> int:
+    """A number that was opened by a freeze is used by the plan it leads to, however long that takes."""
+    last = state.switching or state.published
+    return max(state.epoch, (last.epoch if last is not None else 0) + 1)
+
+
+def _form_s(state: State) -> float:
+    return min(60.0, state.settings.form_s * 2.0**state.unformed_in_a_row)
+
+
+def _published(state: State, publish: Publish, now: float, effects: list[Effect]) -> Result:
     state = replace(
         state,
         phase="forming",
-        epoch=epoch,
-        lineage=lineage,
+        epoch=publish.epoch,
+        lineage=publish.lineage,
         published=publish,
         switching=None,
         formed=frozenset(),
@@ -777,10 +964,27 @@ def _decide(state: State, now: float, effects: list[Effect]) -> Result:
         evidence={},
         published_at=now,
         transfer_s=0.0,
-        lost_steps=state.lost_steps + rolled_back,
         waiting_for="",
     )
     return state, [*effects, publish]
+
+
+def _not_based(state: State, reason: str, now: float) -> Result:
+    note: list[Effect] = [Record("waiting", {"reason": reason})] if reason != state.waiting_for else []
+    return replace(state, claiming=False, claim_after=now + CLAIM_AGAIN_S, waiting_for=reason), note
+
+
+def _unreadable(state: State, event: Unreadable, now: float) -> Result:
+    """Starts over from another checkpoint; the store's answer names the next older one."""
+    published = state.published
+    base = published.base if published is not None else None
+    if published is None or base is None or event.epoch != published.epoch or base.manifest != event.manifest:
+        return state, []
+    if state.phase != "forming" or event.manifest in state.damaged:
+        return state, []
+    note = Record("checkpoint_rejected", {"step": base.step, "manifest": base.manifest, "reason": event.reason})
+    state, effects = _open(replace(state, damaged=state.damaged | {event.manifest}), now)
+    return _progress(replace(state, unformed_in_a_row=0), now, [note, *effects])
 
 
 def _found(state: State, usable: list[Node], held: Mapping[str, frozenset[int]]) -> Reconfiguration:
@@ -932,7 +1136,7 @@ def _switch(state: State, now: float, effects: list[Effect]) -> Result:
         outcome=None,
         version=None,
         lineage=state.lineage,
-        from_seeds=False,
+        base=None,
         sources=_sources(found.transfers),
         switch_from=published.epoch,
         form_s=settings.form_s,
@@ -1103,7 +1307,83 @@ def _rank_ended(state: State, end: RankEnded) -> Result:
         "params_digest": combined_digest([(layer, digests[layer]) for layer in state.settings.layers]),
         **end.ledger,
     }
-    return _finish(state, [], result)
+    if state.committed is not None and state.committed[1] == end.step:
+        return _finish(state, [], result)
+    state = replace(state, result=result)
+    # Every rank has told of its part before it ended.
+    return _unsaved(state, state.unsaved[end.step], []) if end.step in state.unsaved else (state, [])
+
+
+# Checkpoints: workers write their parts on their own; the controller makes them count.
+
+
+def _saved(state: State, writer: str, version: Version, part: Mapping[str, Any]) -> Result:
+    """Collects the parts of a version; when they hold all layers, it is committed, one at a time."""
+    done = state.committed is not None and version[:2] <= state.committed[:2]
+    if done or version[0] != state.lineage or version[1] in state.unsaved:
+        return state, []
+    effects: list[Effect] = []
+    if version not in state.saves and not any(version[:2] == other[:2] for other in state.saves):
+        effects.append(Record("checkpoint_started", {"step": version[1]}))
+    parts = {**state.saves.get(version, {}), writer: part}
+    state = replace(state, saves={**state.saves, version: parts})
+    return _commit(state, effects)
+
+
+def _commit(state: State, effects: list[Effect]) -> Result:
+    if state.committing is not None:
+        return state, effects
+    every = set(range(len(state.settings.layers)))
+    for version, parts in sorted(state.saves.items()):
+        if {layer for part in parts.values() for layer in part["layers"]} >= every:
+            return replace(state, committing=version), [*effects, Commit(version, parts)]
+    return state, effects
+
+
+def _committed(state: State, version: Version, manifest: str) -> Result:
+    if version != state.committing:
+        return state, []  # of a lineage before
+    parts = state.saves[version].values()
+    data = {
+        "step": version[1],
+        "version": list(version),
+        "manifest": manifest,
+        "bytes": sum(part["bytes"] for part in parts),
+        "stall_s": max(part["stall_s"] for part in parts),
+        "upload_s": max(part["upload_s"] for part in parts),
+    }
+    effects: list[Effect] = [Record("checkpoint_saved", data)]
+    for other in sorted(state.saves):
+        if other[:2] < version[:2]:
+            reason = "a node that had a part of it was lost before it had written it"
+            effects.append(Record("checkpoint_failed", {"step": other[1], "reason": reason}))
+    newer = {other: parts for other, parts in state.saves.items() if other[:2] > version[:2]}
+    state, effects = _commit(replace(state, committing=None, committed=version, saves=newer), effects)
+    if state.result is not None and version[1] == state.result["step"]:
+        return _finish(state, effects, state.result)
+    return state, effects
+
+
+def _not_saved(state: State, version: Version, reason: str) -> Result:
+    """Training goes on; only at the end is a checkpoint that failed a failure of the job."""
+    if version[0] != state.lineage:
+        return state, []
+    effects: list[Effect] = [Record("checkpoint_failed", {"step": version[1], "reason": reason})]
+    saves = {other: parts for other, parts in state.saves.items() if other != version}
+    committing = None if state.committing == version else state.committing
+    state, effects = _commit(replace(state, saves=saves, committing=committing), effects)
+    if state.result is not None and version[1] == state.result["step"]:
+        return _unsaved(state, reason, effects)
+    return replace(state, unsaved={**state.unsaved, version[1]: reason}), effects
+
+
+def _unsaved(state: State, reason: str, effects: list[Effect]) -> Result:
+    assert state.result is not None
+    error = StoreUnreachable(
+        f"all steps are done, but the last checkpoint could not be written: {reason}",
+        "its weights are lost; repair the store and run the same command to train on from the checkpoint before",
+    )
+    return _finish(state, effects, {**state.result, "state": "failed", "error": error.as_json()})
 
 
 def _stop_requested(state: State) -> Result:

@@ -54,6 +54,7 @@ class Supervisor:
         self._server: EtcdServer | None = None
         self._etcd: Etcd | None = None
         self._ray: Any = None
+        self._generation = 1
         self._events: list[Json] = []
         self._steps: list[Json] = []
         self._starting, self._ending = True, False
@@ -160,6 +161,7 @@ class Supervisor:
     def _supervise(self, etcd: Etcd, endpoints: tuple[str, ...], spec: Json) -> Json:
         from elastic.control.actors import Site, start_controller
 
+        self._generation = spec["generation"]
         etcd.delete_prefix(self._keys.root)  # leftovers of a run that ended without its supervisor
         url = self._config.checkpoint.url_in(str(self._files.path))
         with self._probe(url):
@@ -207,7 +209,11 @@ class Supervisor:
                 for kv in pending:
                     parsed = self._keys.parse(kv.key)
                     if parsed.kind == "event":
-                        self._event(json.loads(kv.value))
+                        record = json.loads(kv.value)
+                        if record["kind"] == "rollback":
+                            last = record["to_step"]
+                            self._steps = [step for step in self._steps if step["step"] <= last]
+                        self._event(record)
                     elif parsed.kind == "progress":
                         for record in json.loads(kv.value)["steps"]:
                             if record["step"] > last:
@@ -246,7 +252,7 @@ class Supervisor:
         if result["state"] == "interrupted":
             error = Interrupted("interrupted", "run the same command again to go on")
             result = {**result, "error": error.as_json()}
-        document = summarize(self._config.name, self._events, self._steps, result)
+        document = summarize(self._config.name, self._events, self._steps, result, self._generation)
         self._files.write_result(document)
         return document
 

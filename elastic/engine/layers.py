@@ -38,15 +38,15 @@ class LayerState:
         """xxh3-128 (hex) over parameters and optimizer state, each under its path, in a fixed order."""
         h = xxhash.xxh3_128()
         for path, parameter in self.parameters():
-            _hash_tensor(h, path, parameter)
+            hash_tensor(h, path, parameter)
             state: Mapping[str, Any] = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
             for key in sorted(state):
                 value = state[key]
-                _hash_tensor(h, f"{path}/{key}", value if isinstance(value, Tensor) else torch.tensor(value))
+                hash_tensor(h, f"{path}/{key}", value if isinstance(value, Tensor) else torch.tensor(value))
         return h.hexdigest()
 
 
-def _hash_tensor(h: xxhash.xxh3_128, path: str, tensor: Tensor) -> None:
+def hash_tensor(h: xxhash.xxh3_128, path: str, tensor: Tensor) -> None:
     h.update(f"{path}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     h.update(data.numpy().data if data.numel() else b"")

@@ -18,9 +18,11 @@ import torch
 from elastic.config import Config
 from elastic.engine.channel import Message
 from elastic.engine.comm import FormFailed, Groups, form, serve_store
+from elastic.engine.fingerprint import fingerprint
 from elastic.engine.gate import Gate, Superseded
 from elastic.engine.gradients import FIRST_EXPONENT
 from elastic.engine.layers import LayerState, Version, build_layer
+from elastic.engine.snapshots import Damaged, Snapshots
 from elastic.engine.step import Announcement, End, Epoch, Member, Progress
 from elastic.engine.transfer import LayerServer, TransferFailed, fetch_layer, version_of
 from elastic.engine.units import units_of
@@ -52,6 +54,14 @@ class Session:
         with user_code(f"the job function {self._config.job}"):
             self._job = load_job(self._config.job, self._config.params, self._config.train.seed, init["folder"])
         self._units = units_of(self._job)
+        self._snapshots = Snapshots(
+            init["checkpoint_url"],
+            self._config.checkpoint.storage_options,
+            init["generation"],
+            init["writer"],
+            fingerprint(),
+            send,
+        )
         self._store, self.store_address = serve_store(init["host"])
         self._stop = threading.Event()
 
@@ -165,13 +175,15 @@ class Session:
             return None
         if end.kind == "switch":
             return following
+        if end.kind in ("done", "stopped"):
+            self._save(command, wait=True)
         digests = {self._layers[i].name: self._layers[i].digest() for i in self._own(command)}
         self._send(
             {
                 "ev": "end",
                 "epoch": epoch,
                 **end.__dict__,
-                "loss": self._progress.last.metrics.loss if self._progress.last else None,
+                "loss": self._progress.recent[-1].metrics.loss if self._progress.recent else None,
                 "digests": digests,
                 "ledger": self._progress.ledger.__dict__,
             }
@@ -184,6 +196,8 @@ class Session:
             return  # the abort itself made it, or it is moot: the step is decided by the reports
         if isinstance(cause, ElasticError):
             report = {"ev": "error", "step": self._progress.step, "error": cause.as_json()}
+        elif isinstance(cause, Damaged):
+            report = {"ev": "unreadable", "manifest": cause.manifest, "reason": str(cause)}
         else:
             if not isinstance(cause, FormFailed | TransferFailed):
                 traceback.print_exc()
@@ -228,6 +242,10 @@ class Session:
                 del self._layers[index]
             self._send({"ev": "voted", "epoch": epoch, "at": self._wall(), **self._pause()})
 
+        def committed() -> None:
+            if self._progress.step % self._config.checkpoint.every == 0:
+                self._save(command, wait=False)
+
         member = Member(
             epoch=epoch,
             lineage=command["lineage"],
@@ -236,6 +254,7 @@ class Session:
             stop_requested=self._stop.is_set,
             switch_ready=lambda: self._next is not None,
             voted=voted,
+            committed=committed,
         )
         train = self._config.train
         self._open = Epoch(
@@ -254,7 +273,7 @@ class Session:
         return self._open.train()
 
     def _settle(self, command: Message) -> None:
-        """Carries out the outcome of the open step that the plan gives, or starts from the seeds."""
+        """Carries out the outcome of the open step that the plan gives, or forgets all where it starts over."""
         outcome, open_, switch = command["outcome"], self._open, command["switch_from"]
         self._open = None  # with it go the gradients of the step
         if open_ is not None:
@@ -269,7 +288,7 @@ class Session:
             return
         verdict = outcome["verdict"] if outcome is not None else None
         self._vote = [outcome["step"], outcome["epoch"], verdict] if verdict is not None else None
-        if command["from_seeds"]:
+        if command["base"] is not None:
             self._layers.clear()
             self._progress = Progress(0, [FIRST_EXPONENT] * len(self._units))
             return
@@ -306,7 +325,7 @@ class Session:
 
     def _build_missing(self, command: Message) -> list[LayerState]:
         """The layers that the plan gives this rank and it does not hold, as they are before the first step."""
-        if command["from_seeds"]:
+        if command["base"] is not None:
             missing = list(self._own(command))
         else:
             missing = [int(index) for index in command["sources"].get(command["node"], {})]
@@ -315,10 +334,14 @@ class Session:
     def _fetch(
         self, command: Message, built: list[LayerState], superseded: threading.Event, pool: ThreadPoolExecutor
     ) -> list[Future[Json]]:
-        """Starts to fill the new layers from their holders; each future gives how far training is."""
-        if command["from_seeds"]:
-            return []
+        """Starts to fill the new layers, from their holders or a checkpoint; each future gives how far training is."""
         version = version_of(command["version"]) if command["version"] is not None else None
+        if command["base"] is not None:
+            manifest, exact = command["base"]["manifest"], self._config.train.reduction == "exact"
+            if not manifest:
+                return []  # they are as they are before the first step
+            assert version is not None
+            return [pool.submit(self._snapshots.restore, blank, manifest, version, exact) for blank in built]
         sources: Mapping[str, list[str]] = command["sources"].get(command["node"], {})
 
         def fetch(blank: LayerState) -> Json:
@@ -326,6 +349,13 @@ class Session:
             return fetch_layer(blank, version, command["epoch"], holders, self._secret, patience_s, superseded)[1]
 
         return [pool.submit(fetch, blank) for blank in built]
+
+    def _save(self, command: Message, *, wait: bool) -> None:
+        """This rank's share: every layer is written by one of its owners."""
+        plan = Plan.from_json(command["plan"])
+        rank = command["ranks"][command["node"]]
+        mine = [i for i in self._own(command) if (owners := plan.owners(i))[i % len(owners)] == rank]
+        self._snapshots.save([self._layers[i] for i in mine], self._progress.to_json(), command["epoch"], wait=wait)
 
     def _build(self, index: int, lineage: int) -> LayerState:
         with user_code(f"building layer {self._job.layers[index].name!r}"):

@@ -71,26 +71,28 @@ class Progress:
         step: committed steps.
         exponents: fixed-point exponent per unit.
         ledger: up to ``step``.
-        last: of step ``step``; announced again by the next epoch, since it may not have been before.
+        recent: of the last two steps, oldest first; announced again by the next epoch, since whoever was to announce
+            them may have died before.
     """
 
     step: int
     exponents: list[int]
     ledger: Ledger = field(default_factory=Ledger)
-    last: Announcement | None = None
+    recent: list[Announcement] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, mapping: Mapping[str, Any]) -> Progress:
-        last = mapping["last"]
         return cls(
             mapping["step"],
             list(mapping["exponents"]),
             Ledger(**mapping["ledger"]),
-            last
-            and Announcement(Metrics(**last["metrics"]), Ledger(**last["ledger"]), last["weight"], last["seconds"]),
+            [
+                Announcement(Metrics(**one["metrics"]), Ledger(**one["ledger"]), one["weight"], one["seconds"])
+                for one in mapping["recent"]
+            ],
         )
 
 
@@ -104,6 +106,7 @@ class Member:
         announce: called on rank 0 with each decided step, in order.
         stop_requested, switch_ready: asked before each vote.
         voted: called when the first vote has passed.
+        committed: called after each step that was applied, or skipped.
     """
 
     epoch: int
@@ -113,6 +116,7 @@ class Member:
     stop_requested: Callable[[], bool] = lambda: False
     switch_ready: Callable[[], bool] = lambda: False
     voted: Callable[[], None] = lambda: None
+    committed: Callable[[], None] = lambda: None
 
 
 class Epoch:
@@ -179,7 +183,7 @@ class Epoch:
         here = shapes[self._place.start + 1 : self._place.stop + 1]
         autocast = torch.bfloat16 if train.precision == "bf16" else None
         self._module = StageModule(self._layers, here, train.seed, autocast, device)
-        self._pending = progress.last  # applied here, not yet known to be decided everywhere
+        self._pending = list(progress.recent)  # applied here, not yet known to be decided everywhere
         self._weights: list[float] = []
         self._losses: list[float] = []
         self._schedule = self._make_schedule(
@@ -253,7 +257,7 @@ class Epoch:
             ballot.flag("stop_requested")
         if self._member.switch_ready():
             ballot.flag("switch_ready")
-        if self._pending is not None and self._evaluate_now(progress.step):
+        if self._pending and self._evaluate_now(progress.step):
             self._run_evaluation(progress.step, ballot)
         if not last:
             self._forward_backward(progress.step, ballot)
@@ -269,7 +273,10 @@ class Epoch:
             return End("non_finite", progress.step, verdict.reason)
         self._gate.enter()
         self._follow(verdict, started)
-        if verdict.kind == "redo" or progress.step >= self._train.steps:
+        if verdict.kind == "redo":
+            return None
+        self._member.committed()
+        if progress.step >= self._train.steps:
             return None
         if verdict.stop_requested:
             # Nobody leaves before all know that the step is decided.
@@ -305,7 +312,8 @@ class Epoch:
             progress.ledger = progress.ledger.plus(verdict)
             metrics = Metrics(progress.step, verdict.loss, rate, verdict.grad_norm, progress.ledger.samples)
             seconds = time.perf_counter() - started
-            progress.last = self._pending = Announcement(metrics, progress.ledger, verdict.weight, seconds)
+            self._pending = [Announcement(metrics, progress.ledger, verdict.weight, seconds)]
+            progress.recent = [*progress.recent[-1:], *self._pending]
         if self._exact and verdict.kind in ("commit", "redo"):
             known = zip(progress.exponents, verdict.largest, self._layout.terms, strict=True)
             self._gradients.exponents = [next_exponent(*one) for one in known]
@@ -411,9 +419,11 @@ class Epoch:
             ballot.evaluation(microbatch, total, weight)
 
     def _tell(self, eval_loss: float | None) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None and self._groups.rank == 0:
-            self._member.announce(replace(pending, metrics=replace(pending.metrics, eval_loss=eval_loss)))
+        pending, self._pending = self._pending, []
+        for announcement in pending if self._groups.rank == 0 else ():
+            newest = announcement is pending[-1]
+            metrics = replace(announcement.metrics, eval_loss=eval_loss if newest else announcement.metrics.eval_loss)
+            self._member.announce(replace(announcement, metrics=metrics))
 
 
 def evaluation_microbatches(job: Job, train: Train) -> int:

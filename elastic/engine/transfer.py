@@ -122,7 +122,7 @@ class LayerServer:
                 return
             layer, progress = found
             tensors = entries_of(layer)
-            head: Json = {"entries": [entry.__dict__ for entry, _ in tensors], "groups": _groups(layer)}
+            head: Json = {"entries": [entry.__dict__ for entry, _ in tensors], "groups": groups_of(layer)}
             head |= {"version": layer.version, "progress": progress}
             if request["want"] == "head":
                 head["digest"] = layer.digest()
@@ -156,7 +156,7 @@ def _line(head: Json) -> bytes:
     return xxhash.xxh3_128_hexdigest(line).encode() + b" " + line + b"\n"
 
 
-def _groups(layer: LayerState) -> list[Json]:
+def groups_of(layer: LayerState) -> list[Json]:
     """Plain settings of the optimizer's groups, such as a learning rate that was changed on the way."""
     groups = layer.optimizer.param_groups if layer.optimizer else []
     return [{k: v for k, v in group.items() if isinstance(v, bool | int | float | str)} for group in groups]

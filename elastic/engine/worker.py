@@ -2,7 +2,7 @@
 
 From the agent, as JSON lines on the inherited socket FD:
 
-    init {config, folder, boundaries, host, secret}     first, once
+    init {config, folder, boundaries, host, secret, checkpoint_url, generation, writer}     first, once
     form {node, …}      the record of a plan as it stands in etcd, with the name of this node
     freeze {epoch, timeout_s}    a newer epoch has begun: stop and report what is held
     stop                vote to stop after the step under way
@@ -17,6 +17,9 @@ To the agent:
     end {epoch, kind, step, reason, loss, digests, ledger}
     error {epoch, step, error, at}            the user's code, or a refusal by name
     broken {epoch, reason, at}                a collective or a transfer failed
+    unreadable {epoch, manifest, reason, at}  the checkpoint to start from is damaged
+    saved {version, writer, part, layers, …}  this worker's part of a checkpoint is in the store
+    unsaved {version, writer, reason}         it is not, and will not be
 """
 
 from __future__ import annotations

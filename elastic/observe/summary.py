@@ -18,7 +18,6 @@ def summarize(
     steps: Sequence[Mapping[str, Any]],
     result: Mapping[str, Any] | None,
     generation: int = 1,
-    resumed_from: Mapping[str, int] | None = None,
 ) -> Json:
     """Everything a script wants to know of a run.
 
@@ -26,8 +25,11 @@ def summarize(
         events: the history, in order.
         steps: the committed steps, in order.
         result: what the controller wrote at the end; without one the run is still going.
-        resumed_from: ``{generation, step}`` of the snapshot that this generation started from.
+        generation: the fresh start of the job that this run is of.
     """
+    # The last: a checkpoint that turned out to be damaged was resumed from first.
+    resumed = next((event["step"] for event in reversed(events) if event["kind"] == "resumed"), None)
+    trained_from = min([resumed or 0, *[event["to_step"] for event in events if event["kind"] == "rollback"]])
     last = steps[-1] if steps else {}
     given = result or {}
     # The result of a failed run knows the step of its last plan only.
@@ -40,8 +42,8 @@ def summarize(
         "loss": last.get("loss") if loss is None else loss,
         "params_digest": given.get("params_digest"),
         "generation": generation,
-        "resumed_from": dict(resumed_from) if resumed_from else None,
-        "steps_trained": step - (resumed_from["step"] if resumed_from else 0),
+        "resumed_from": {"generation": generation, "step": resumed} if resumed is not None else None,
+        "steps_trained": step - trained_from,
         "samples": given.get("samples", last.get("samples", 0)),
         "samples_lost": given.get("lost", last.get("lost", 0)),
         "samples_repeated": given.get("repeated", last.get("repeated", 0)),
@@ -52,7 +54,11 @@ def summarize(
             for event in events
             if event["kind"] == "reconfigured"
         ],
-        "checkpoints": [],
+        "checkpoints": [
+            {key: event[key] for key in ("step", "manifest", "bytes", "stall_s", "upload_s")}
+            for event in events
+            if event["kind"] == "checkpoint_saved"
+        ],
         "plans": [
             {key: event[key] for key in ("epoch", "pipelines", "reason")} for event in events if event["kind"] == "plan"
         ],

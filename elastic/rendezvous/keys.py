@@ -10,6 +10,9 @@
     ``exits/<node>``            that node           how its last worker ended
     ``hosts/<node>``            that node           its process group, so that its next incarnation can end it
     ``reports/%010d/<node>``    that node           what a frozen node holds, for one attempt; on no lease
+    ``saves/<version>/<writer>``  that node         a part of a checkpoint that is in the store; on no lease
+    ``intent``                  leader              the checkpoint that it has the right to commit
+    ``starting_over``           leader              that it claims a lineage: the next plan starts from there
     ``progress``                rank 0's node       the last announced steps
     ``events/%010d``            leader              the decisions, in order
     ``requests/<name>``         commands            what users ask for, such as ``stop``
@@ -22,16 +25,18 @@ Numbers are padded so that keys sort like what they number. No prefix here is a 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _ROOT = "/elastic/jobs/"
-_SINGLE = frozenset({"spec", "leader", "generation", "epoch", "progress", "result"})
+_SINGLE = frozenset({"spec", "leader", "generation", "epoch", "progress", "result", "intent", "starting_over"})
 _PATTERNS = {
     "plan": re.compile(r"plans/(?P<number>\d{10})"),
     "member": re.compile(r"members/(?P<name>[^/]+)"),
     "exit": re.compile(r"exits/(?P<name>[^/]+)"),
     "host": re.compile(r"hosts/(?P<name>[^/]+)"),
     "report": re.compile(r"reports/(?P<number>\d{10})/(?P<name>[^/]+)"),
+    "save": re.compile(r"saves/(?P<name>[^/]+/[^/]+)"),
     "event": re.compile(r"events/(?P<number>\d{10})"),
     "request": re.compile(r"requests/(?P<name>[^/]+)"),
     "attempt": re.compile(r"attempts/(?P<number>\d{20})"),
@@ -85,6 +90,14 @@ class Keys:
         return self.root + "result"
 
     @property
+    def intent(self) -> str:
+        return self.root + "intent"
+
+    @property
+    def starting_over(self) -> str:
+        return self.root + "starting_over"
+
+    @property
     def plans(self) -> str:
         return self.root + "plans/"
 
@@ -122,6 +135,13 @@ class Keys:
 
     def report(self, epoch: int, node: str) -> str:
         return self.reports(epoch) + _segment(node)
+
+    def saves(self, version: Sequence[int]) -> str:
+        """The prefix of the parts of one checkpoint."""
+        return self.root + "saves/" + "-".join(map(str, version)) + "/"
+
+    def save(self, version: Sequence[int], writer: str) -> str:
+        return self.saves(version) + _segment(writer)
 
     def event(self, seq: int) -> str:
         return self.events + _padded(seq, 10)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from elastic.control.outcome import Report
 from elastic.control.state import (
+    Base,
+    Based,
+    Claim,
+    Commit,
+    Committed,
     Expected,
     Finish,
     Formed,
@@ -13,6 +18,7 @@ from elastic.control.state import (
     Publish,
     RankEnded,
     Record,
+    Saved,
     Settings,
     State,
     Voted,
@@ -49,8 +55,29 @@ def drive(state, *events, now=0.0):
     effects = []
     for event in events:
         state, more = advance(state, event, now)
-        effects += more
+        state, later = answered(state, more, now)
+        effects += more + later
     return state, effects
+
+
+def answered(state, effects, now=0.0):
+    """What follows when a store without any checkpoint answers at once, and takes the last one."""
+    more = []
+    if any(isinstance(effect, Claim) for effect in effects):
+        begun = state.published is not None
+        effects[:] = [effect for effect in effects if not isinstance(effect, Claim)]
+        state, more = advance(state, Based(Base(state.lineage + 1 if begun else 0)), now)
+    elif state.result is not None and state.phase != "ended":
+        version = (state.lineage, state.result["step"], 0)
+        part = {"layers": range(len(LAYERS)), "bytes": 1, "stall_s": 0.0, "upload_s": 0.0}
+        for event in (Saved("all", version, part), Committed(version, "m")):
+            state, effects = advance(state, event, now)
+            more += [effect for effect in effects if not isinstance(effect, Commit) and not about_saving(effect)]
+    return state, more
+
+
+def about_saving(effect):
+    return isinstance(effect, Record) and effect.kind.startswith("checkpoint")
 
 
 def running(nodes=2, now=0.0, **changes):

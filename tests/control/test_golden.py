@@ -49,7 +49,7 @@ from elastic.control.state import (
     advance,
     ranked,
 )
-from tests.control.machine import LAYERS, end, frozen, layers_of, member, settings
+from tests.control.machine import LAYERS, answered, end, frozen, layers_of, member, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 ERROR = {"code": "user_code", "message": "ValueError in the loss", "hint": "", "detail": "Traceback …"}
@@ -72,7 +72,8 @@ class Story:
         else:
             for event in self.events(word, words, options):
                 self.state, effects = advance(self.state, event, self.now)
-                yield from lines_of(effects)
+                self.state, later = answered(self.state, effects, self.now)
+                yield from lines_of([*effects, *later])
 
     def events(self, word: str, words: list[str], options: dict[str, str]) -> Iterable[Event]:
         nodes = [f"node-{number}" for number in words]
@@ -168,8 +169,8 @@ def plan_of(publish: Publish) -> Iterator[str]:
     others = sorted(publish.members.keys() - ranked(publish))
     if others:
         yield f"    no rank: {', '.join(others)}"
-    if publish.from_seeds:
-        yield f"    from the seeds, lineage {publish.lineage}"
+    if publish.base is not None:
+        yield f"    from {publish.base.manifest or 'the seeds'}, lineage {publish.lineage}"
     elif publish.outcome is not None:
         verdict = publish.outcome.verdict
         decided = "void, it is done again" if verdict is None else f"{verdict['kind']}, for all"

@@ -53,7 +53,7 @@ def test_a_lost_worker_freezes_the_others_and_their_reports_make_the_next_plan()
     assert effects == []  # node-1 may be the one that saw the vote
     state, effects = drive(state, frozen(state, "node-1"))
     plan = published(effects)
-    assert (plan.epoch, set(plan.members), plan.from_seeds, plan.version) == (2, {"node-0", "node-1"}, False, (0, 5, 0))
+    assert (plan.epoch, set(plan.members), plan.base, plan.version) == (2, {"node-0", "node-1"}, None, (0, 5, 0))
     assert (plan.outcome.step, plan.outcome.verdict) == (5, None)
     assert plan.reason.startswith("node-2 lost; ")
     state, effects = form(state, now=1.0)
@@ -88,7 +88,7 @@ def test_the_report_of_one_that_died_since_is_evidence_but_no_holding():
     state, effects = drive(state, frozen(state, "node-1", step=5, prepared=5))
     plan = published(effects)
     assert (plan.outcome.verdict, plan.version, set(plan.members)) == (COMMIT, (0, 6, 0), {"node-1"})
-    assert not plan.from_seeds
+    assert plan.base is None
 
 
 def test_the_outcome_is_repeated_until_an_epoch_has_formed():
@@ -128,9 +128,14 @@ def test_without_any_copy_of_a_layer_training_starts_again_from_the_seeds_in_the
     state, effects = drive(state, frozen(state, "node-0", step=7), now=3.0)
     assert kinds(effects) == ["waiting"]  # one node cannot hold the model; what it holds is kept
     state, effects = drive(state, Joined(member(1, "2")), now=4.0)
-    assert record(effects, "rollback") == {"lineage": 1, "to_step": 0, "lost_steps": 7}
+    assert record(effects, "rollback") == {
+        "lineage": 1,
+        "manifest": "",
+        "to_step": 0,
+        "lost_steps": 7,
+    }
     plan = published(effects)
-    assert (plan.from_seeds, plan.lineage, plan.version, plan.outcome) == (True, 1, (1, 0, 0), None)
+    assert (plan.base is not None, plan.lineage, plan.version, plan.outcome) == (True, 1, (1, 0, 0), None)
     _, effects = form(state, now=5.0)
     assert record(effects, "recovered")["lost_steps"] == 7
 

@@ -21,7 +21,12 @@ from typing import Any
 from elastic.control.outcome import Report, Version
 from elastic.control.state import (
     AgentGone,
+    Base,
+    Based,
     Broken,
+    Claim,
+    Commit,
+    Committed,
     Current,
     DrainRequested,
     Event,
@@ -39,10 +44,12 @@ from elastic.control.state import (
     RankEnded,
     Record,
     Release,
+    Saved,
     SizeRequested,
     State,
     StopRequested,
     Tick,
+    Unreadable,
     Voted,
     WorkerExited,
     advance,
@@ -79,6 +86,7 @@ class Shape:
     redo: frozenset[int] = frozenset()
     skip: frozenset[int] = frozenset()
     errors: int = 2
+    every: int = 2  # steps from checkpoint to checkpoint
 
     def settings(self) -> Any:
         return settings(
@@ -102,7 +110,7 @@ class Progress:
     """``done`` has every decided step once: how it was decided and, with fast reduction, in which epoch."""
 
     step: int = 0
-    scale: tuple[str, int] = ("", 0)  # what the exponents come from
+    scale: int = -1  # the committed step that the exponents come from
     done: Bits = ()
 
 
@@ -115,6 +123,7 @@ class Open:
     own: range
     prepared: int | None = None
     last_vote: tuple[int, Mapping[str, Any]] | None = None
+    redone: int | None = None  # the step whose scale was changed here
     announce: bool = False  # the last decided step is not announced yet
 
 
@@ -228,8 +237,14 @@ class Worker:
         if self.node not in ranked(publish):
             return  # still a voter: it alone may know how far the epoch was that it leaves
         mine, built = own(publish, self.node), {}
-        if publish.from_seeds:
-            built = {index: Held((publish.lineage, 0, 0), ()) for index in mine}
+        if publish.base is not None:
+            manifest = publish.base.manifest
+            if manifest in self.world.damaged:
+                self.send(Unreadable(self.node, publish.epoch, manifest, "a hash differs"))
+                return
+            kept = self.world.store[manifest]
+            built = {index: Held(publish.version, kept.bits[index]) for index in mine}
+            self.progress = kept.progress
         todo = sorted(publish.sources.get(self.node, {}))
         self.run = Run(publish, self.world.now, todo, built)
         lacking = [i for i in mine if i not in self.layers and i not in todo and i not in built]
@@ -239,17 +254,13 @@ class Worker:
     def _settle(self, publish: Publish) -> None:
         outcome, open_ = publish.outcome, self.open
         self.open = None
-        if publish.from_seeds:
+        if publish.base is not None:
             self.layers, self.progress, self.vote = {}, Progress(), None
         elif open_ is not None and outcome is not None and outcome.verdict is not None:
             kind, here = outcome.verdict["kind"], self.progress.step == outcome.step
             # One that was given up and is back may not have it prepared: then its layers are out of date.
             if here and (kind != "commit" or open_.prepared == outcome.step):
                 self._apply(open_, outcome.verdict)
-        if outcome is not None and outcome.verdict is None and self.progress.scale == ("redo", outcome.step):
-            # Exponents come from decided votes only: this redo was not.
-            commits = [step for step, kind, _ in self.progress.done if kind == "commit"]
-            self.progress = replace(self.progress, scale=("commit", commits[-1]) if commits else ("", 0))
         if outcome is not None:  # what a plan says of a step counts more than what was heard before
             self.vote = None if outcome.verdict is None else (outcome.step, outcome.epoch, outcome.verdict)
         if publish.switch_from is not None and (open_ is None or open_.epoch != publish.switch_from):
@@ -370,6 +381,8 @@ class Worker:
         self._apply(self.open, verdict)
         self.open.announce = self.open.announce or verdict["kind"] != "redo"
         run.at = "compute"
+        if verdict["kind"] != "redo" and self.progress.step % self.world.shape.every == 0:
+            self.save(self.open)
         if verdict["kind"] == "redo" or self.progress.step >= self.world.shape.steps:
             return
         if verdict["stop"]:
@@ -399,12 +412,27 @@ class Worker:
                 self.layers[index] = Held(version, bits)
             entry = (step, verdict["kind"], None if exact else verdict["epoch"])
             self.progress = replace(self.progress, step=step + 1, done=(*self.progress.done, entry))
-        if exact and verdict["kind"] in ("commit", "redo"):
-            self.progress = replace(self.progress, scale=(verdict["kind"], step))
+        if exact and verdict["kind"] == "commit":
+            self.progress = replace(self.progress, scale=step)
+        open_.redone = step if verdict["kind"] == "redo" else None
         open_.prepared = None
+
+    def save(self, open_: Open) -> None:
+        """Writes this rank's layers to the store; the part counts once the controller has heard of it."""
+        (version,) = {self.layers[index].version for index in open_.own}
+        kept = self.world.written.setdefault(version, Kept({}, self.progress))
+        self.world.demand(kept.progress == self.progress, f"ranks save {version} with different progress")
+        for index in open_.own:
+            bits = self.layers[index].bits
+            same = kept.bits.setdefault(index, bits) == bits
+            self.world.demand(same, f"layer {index} of {version} is saved with different bits")
+        part = {"layers": list(open_.own), "bytes": 1, "stall_s": 0.0, "upload_s": 0.0}
+        self.send(Saved(f"{self.incarnation}-{open_.epoch}", version, part))
 
     def _end(self, run: Run, kind: str) -> None:
         epoch = run.publish.epoch
+        assert self.open is not None
+        self.save(self.open)
         self.world.ended.add((self.incarnation, epoch))
         self.run = None
         digests = {LAYERS[i]: digest(self.layers[i].bits) for i in own(run.publish, self.node)}
@@ -434,6 +462,14 @@ def own(publish: Publish, node: str) -> range:
 
 def digest(bits: Bits) -> str:
     return hashlib.md5(repr(bits).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint, or the parts of one."""
+
+    bits: dict[int, Bits]
+    progress: Progress
 
 
 @dataclass
@@ -479,6 +515,12 @@ class World:
         self.computed: dict[tuple[int, int], set[str]] = {}
         self.ballots: dict[tuple[int, int], Ballots] = {}
         self.passed: set[tuple[int, int]] = set()  # votes that decided, by epoch and step
+        self.written: dict[Version, Kept] = {}  # what workers have written, by version
+        self.store = {"": Kept(dict.fromkeys(range(len(LAYERS)), ()), Progress())}  # checkpoints that are committed
+        self.versions: dict[str, Version] = {}
+        self.claims: list[tuple[int, int] | None] = []  # lineage and step of the base, by lineage
+        self.damaged: set[str] = set()
+        self.asked: list[Claim | Commit] = []  # what the store has not answered
         self.etcd_epoch = 0
         self.published: list[Publish] = []
         self.excluded: set[str] = set()  # incarnations that a plan was made without: back, they hold nothing
@@ -517,9 +559,37 @@ class World:
                     self.order("plan", effect)
                 case Release(node):
                     self.orders[node].append(("release", self.seen[node]))
+                case Claim():
+                    if self.published and not before.starting_over and not before.damaged - self.state.damaged:
+                        self.check_rollback(before, before.lineage)
+                    self.asked.append(effect)
+                case Commit():
+                    self.asked.append(effect)
                 case Finish(result):
                     self.result = result
                     self.check_result(result)
+
+    def answer(self) -> None:
+        """The store does what it was asked first."""
+        asked = self.asked.pop(0)
+        if isinstance(asked, Commit):
+            name = "m{}-{}-{}".format(*asked.version)
+            kept = self.written[asked.version]
+            self.demand(kept.bits.keys() == set(range(len(LAYERS))), f"{name} is committed without all layers")
+            self.store[name], self.versions[name] = kept, asked.version
+            self.feed(Committed(asked.version, name))
+            return
+        lineage, bound, found = len(self.claims) - 1, None, ""
+        while lineage >= 0 and not found:  # down the chain of bases
+            ours = [
+                (version, name)
+                for name, version in self.versions.items()
+                if version[0] == lineage and (bound is None or version[1] <= bound) and name not in asked.damaged
+            ]
+            found = max(ours, default=((), ""))[1]
+            lineage, bound = self.claims[lineage] or (-1, 0)
+        self.claims.append(self.versions[found][:2] if found else None)
+        self.feed(Based(Base(len(self.claims) - 1, self.store[found].progress.step, found)))
 
     def order(self, kind: str, what: Any) -> None:
         for name, agent in self.agents.items():
@@ -543,8 +613,6 @@ class World:
         self.demand(ranks <= publish.members.keys(), "a rank is no member")
         self.demand(not ranks & state.draining, "a drained node is planned in")
         self.demand(publish.lineage >= (last.lineage if last else 0), "the lineage goes back")
-        if last is not None and publish.lineage > last.lineage:
-            self.check_rollback(before, last.lineage)
         told = len(self.announced.get(publish.lineage, ()))
         if publish.version is not None:
             step = publish.version[1]
@@ -615,14 +683,14 @@ class World:
         if ballots.verdict is None:
             voters = [self.workers[incarnation] for incarnation in sorted(self.ranks(publish))]
             there = [w for w in voters if self.inside(w.incarnation, publish.epoch)]
-            alike = {(w.progress.step, w.progress.scale, w.progress.done) for w in there}
+            alike = {(w.progress.step, w.progress.scale, w.progress.done, w.open.redone) for w in there if w.open}
             self.demand(len(alike) == 1, f"ranks of epoch {publish.epoch} do not agree how far they are: {alike}")
-            (step, scale, _) = alike.pop()
+            (step, _, _, redone) = alike.pop()
             for index in range(len(LAYERS)) if len(there) == len(voters) else ():
                 copies = {w.layers.get(index) for w in there if index in own(publish, w.node)}
                 self.demand(None not in copies and len(copies) == 1, f"copies of layer {index} differ: {copies}")
             kind = "skip" if step in self.shape.skip else "commit"
-            if step in self.shape.redo and self.shape.exact and scale != ("redo", step):
+            if step in self.shape.redo and self.shape.exact and redone != step:
                 kind = "redo"
             flags = list(ballots.cast.values())
             if kind != "redo":
@@ -714,6 +782,8 @@ class World:
     def actions(self) -> list[Action]:
         """Everything that happens without a fault."""
         out: list[Action] = [("tick",)]
+        if self.asked:
+            out.append(("store",))
         for name, queue in self.queues.items():
             agent = self.agents[name]
             if queue and not agent.cut:
@@ -757,6 +827,9 @@ class World:
                     out += [("raise", name, torn) for torn in range(len(worker.open.own))]
         out += [("size", nodes) for nodes in range(max(self.shape.min_nodes, 2), self.shape.nodes + 1)]
         out.append(("stop",))
+        newest = max(self.versions, key=lambda name: self.versions[name], default="")
+        if newest and not self.damaged:
+            out.append(("damage", newest))
         return out
 
     def unread(self, name: str) -> bool:
@@ -785,6 +858,10 @@ class World:
         if kind not in ("deliver", "probe", "expire", "tick", "lose_lease", "stop", "again"):
             self.log.append(f"{self.now:7.2f}  {' '.join(map(str, action))}")
         match kind:
+            case "store":
+                self.answer()
+            case "damage":
+                self.damaged.add(name)
             case "tick":
                 self.now += 1.0
                 for other in list(self.agents.values()):
@@ -927,6 +1004,7 @@ FAULTS = {
     "raise": 2.0,
     "again": 1.0,
     "stop": 0.02,
+    "damage": 0.2,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.harness import CONFIGS, plain_digest, until
 
 WHOLE = CONFIGS / "gpt-bytes.yaml"
+PIPELINE = CONFIGS / "gpt-bytes-pipeline.yaml"
 
 
 def nodes_of(elastic):
@@ -35,11 +36,13 @@ def together(elastic, command, nodes, steps, plans=0):
 
 
 def check(elastic, command, config, steps, victims):
-    """The document of a run in which ``victims`` died, ``{node: cause}``."""
+    """The document of a run in which ``victims`` died, ``{node: cause}``; without ``steps`` it was stopped."""
     ended = command.wait(400)
     assert ended.code == 0, ended
     document = ended.document
-    assert (document["state"], document["step"]) == ("done", steps)
+    assert document["state"] == ("done" if steps else "stopped")
+    steps = steps or document["step"]
+    assert document["step"] == steps
     assert (document["samples"], document["samples_lost"], document["samples_repeated"]) == (steps * 32, 0, 0)
     assert {one["node"]: one["cause"] for one in document["recoveries"]} == victims
     assert all(one["lost_steps"] == 0 for one in document["recoveries"])
@@ -52,6 +55,23 @@ def check(elastic, command, config, steps, victims):
     assert document["params_digest"] == digest
     print(json.dumps([{k: one[k] for k in ("node", "cause", "total_s")} for one in document["recoveries"]]))
     return document
+
+
+@pytest.mark.timeout(600)
+def test_pipelines_lose_each_node_in_turn_and_are_resized(elastic):
+    command = elastic.train(PIPELINE, train__steps=100_000)
+    together(elastic, command, nodes=5, steps=2)
+    for count in range(5):
+        os.killpg(nodes_of(elastic)[f"node-{count}"]["agent_pid"], signal.SIGKILL)
+        until(lambda n=count: len(of_kind(elastic, "recovered")) > n, "recovered")
+        together(elastic, command, nodes=5, steps=1, plans=1 + 2 * count)
+    for size in (4, 2, 7):
+        plans = len(of_kind(elastic, "plan"))
+        assert elastic("nodes", "set", str(size), "--run-dir", elastic.run_dir).code == 0
+        together(elastic, command, nodes=size, steps=1, plans=plans)
+    assert elastic("stop", "--run-dir", elastic.run_dir).code == 0
+    document = check(elastic, command, PIPELINE, None, {f"node-{i}": "node" for i in range(5)})
+    assert len(document["reconfigurations"]) >= 3
 
 
 @pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ from pathlib import Path
 from elastic.config import config_from
 from elastic.control.controller import record_of, report_of
 from elastic.control.outcome import decide, holdings, version_after
-from elastic.control.state import Member, Publish
+from elastic.control.state import Base, Member, Publish
 from elastic.digest import combined_digest
 from elastic.engine.inspection import inspect_job
 from elastic.engine.launch import Mailbox, WorkerProcess
@@ -103,6 +103,9 @@ class Cluster:
                 "boundaries": self.inspection.boundaries,
                 "host": "127.0.0.1",
                 "secret": "test",
+                "checkpoint_url": str(self._folder / "checkpoints"),
+                "generation": 1,
+                "writer": node,
             }
         )
 
@@ -189,7 +192,7 @@ class Cluster:
             outcome=outcome,
             version=version,
             lineage=self._lineage,
-            from_seeds=outcome is None,
+            base=Base(self._lineage) if outcome is None else None,
             sources=sources or {},
             switch_from=None,
             form_s=20.0,

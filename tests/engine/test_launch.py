@@ -39,7 +39,7 @@ def init(params):
     config = config_from({"name": "faulty", "job": "faulty_job:job", "params": params}, folder=HERE)
     return {
         "op": "init", "config": config.to_dict(), "folder": config.folder, "boundaries": [], "host": "127.0.0.1",
-        "secret": "test",
+        "secret": "test", "checkpoint_url": "memory://launch", "generation": 1, "writer": "node-0",
     }  # fmt: skip
 
 

@@ -28,11 +28,12 @@ def stopped(epoch, prepared=None, vote=None):
 
 
 @pytest.fixture
-def session():
+def session(tmp_path):
     config = small_config()
     inspection = inspect_job(load(config), config.train)
     init = {"config": config.to_dict(), "boundaries": inspection.boundaries, "secret": "test"}
-    session = Session({**init, "folder": config.folder, "host": "127.0.0.1"}, lambda message: None)
+    init |= {"folder": config.folder, "host": "127.0.0.1", "checkpoint_url": str(tmp_path), "generation": 1}
+    session = Session({**init, "writer": "node-0"}, lambda message: None)
     session._voter = True
     session._progress.step = 5
     return session
@@ -40,7 +41,7 @@ def session():
 
 def plan(epoch, switch_from=None, outcome=None, version=None):
     return {
-        "epoch": epoch, "switch_from": switch_from, "outcome": outcome, "version": version, "from_seeds": False,
+        "epoch": epoch, "switch_from": switch_from, "outcome": outcome, "version": version, "base": None,
     }  # fmt: skip
 
 

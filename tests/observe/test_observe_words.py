@@ -113,9 +113,12 @@ def test_a_failed_run_counts_the_steps_committed_before() -> None:
 
 def test_a_resumed_run_counts_its_own_steps() -> None:
     result = {"state": "done", "step": 60, "loss": 1.0, "params_digest": "ab"}
-    document = summarize("gpt", [], [], result, generation=2, resumed_from={"generation": 1, "step": 50})
+    resumed = {"kind": "resumed", "lineage": 1, "manifest": "m", "step": 50}
+    document = summarize("gpt", [resumed], [], result, generation=2)
     assert (document["generation"], document["steps_trained"]) == (2, 10)
-    assert document["resumed_from"] == {"generation": 1, "step": 50}
+    assert document["resumed_from"] == {"generation": 2, "step": 50}
+    undone = {"kind": "rollback", "lineage": 2, "manifest": "", "to_step": 40, "lost_steps": 13}
+    assert summarize("gpt", [resumed, undone], [], result)["steps_trained"] == 20
 
 
 def test_a_run_without_a_result_goes_on() -> None:

@@ -104,6 +104,8 @@ class Cluster:
             "profile": inspection.profile.to_json(),
             "boundaries": inspection.boundaries,
             "checkpoint_url": url,
+            "generation": 1,
+            "start": "",
             "secret": "s3cret",
         }
         self.etcd.put(self.keys.spec, json.dumps(spec).encode())
