@@ -31,6 +31,7 @@ PROBE = "probe"  # object that the supervisor writes into the checkpoint store a
 PROGRESS_EVERY_S = 0.1
 PROGRESS_KEPT = 256  # steps told with each write, so that a reader that misses writes still sees every step
 FREEZE_S = 5.0  # a worker that has not frozen by then is ended
+LOOK_S = 1.0  # between two looks at what a worker does
 RESTART_S = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # pauses before a worker is started again, by how often it died young
 YOUNG_S = 30.0
 
@@ -188,6 +189,11 @@ class Agent:
                 self._steps = []  # they are undone
             if fresh and mine is not None and mine["incarnation"] == self._incarnation:
                 self._send({"op": "form", **record, "node": self._spec.node})
+        elif parsed.kind == "look":
+            self._look(int(kv.value))
+        elif parsed.kind == "request" and parsed.name == f"kill.{self._spec.node}":
+            if kv.value.decode() == self._incarnation and self._worker is not None:
+                self._worker.process.kill()
         elif parsed.kind == "request" and parsed.name == "stop":
             self._stop = True
             self._send({"op": "stop"})
@@ -208,6 +214,29 @@ class Agent:
                 self._worker.process.kill()
 
         self._timers.append((self._clock() + FREEZE_S, overdue))
+
+    def _look(self, number: int) -> None:
+        """Says what our worker does, as its page shows it, after two looks."""
+        incarnation, worker = self._incarnation, self._worker
+        if worker is None or self._member is None:
+            return
+        first = worker.page.read()
+
+        def again() -> None:
+            if self._incarnation != incarnation or self._worker is not worker:
+                return  # its exit is told
+            doing = worker.page.read()
+            seen = {
+                "number": number,
+                "incarnation": incarnation,
+                "kind": doing.kind,
+                "what": doing.what,
+                "still_s": max(0.0, self._clock() - doing.since),
+                "runs": doing.beats != first.beats,
+            }
+            self._put(self._keys.looked(self._spec.node), json.dumps(seen).encode())
+
+        self._timers.append((self._clock() + LOOK_S, again))
 
     def _from_worker(self, incarnation: str, message: Json, lease: Lease) -> None:
         kind = message["ev"]

@@ -190,6 +190,8 @@ class Controller:
                 yield st.Progressed(json.loads(kv.value)["steps"][-1]["step"])
             case "report":
                 yield from self._reported(node, json.loads(kv.value))
+            case "looked":
+                yield st.Looked(node, **json.loads(kv.value))
             case "save":
                 yield _saved_of(json.loads(kv.value))
             case "request":
@@ -265,6 +267,10 @@ class Controller:
                 yield self._event(
                     "plan", {"epoch": epoch, "pipelines": pipelines, "spares": list(plan.spares), "reason": reason}
                 )
+            case st.Look(number):
+                yield Put(self._keys.look, str(number).encode())
+            case st.Kill(node, incarnation):
+                yield Put(self._keys.request(f"kill.{node}"), incarnation.encode())
             case st.Release(node):
                 yield Put(self._keys.request(f"release.{node}"), self._members.get(node, "").encode())
                 yield Delete(self._keys.request(f"drain.{node}"))
@@ -363,4 +369,5 @@ def settings_of(config: Config, spec: Json) -> st.Settings:
         min_nodes=config.cluster.min_nodes,
         exact=config.train.reduction == "exact",
         rollback_after_s=config.detection.rollback_after_s,
+        progress_s=None if config.detection.progress == "auto" else config.detection.progress,
     )

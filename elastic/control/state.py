@@ -33,6 +33,11 @@ from elastic.errors import (
 from elastic.planning import ModelProfile, Node, Plan, Reconfiguration, TooFewNodes, Transfer, reconfigure
 
 MAX_TRIES = 3  # of a step that the user's code raises in
+SLACK = 10.0  # a step that takes so many times as long as steps do is looked into
+SLACK_S = 5.0  # and this much on top
+FORMING_S = 10.0  # after which it is looked whether all processes run
+UNKNOWN_S = 60.0  # as long as nothing is known of how long a step takes
+ANSWER_S = 5.0  # an agent that has not said by then what its worker does is left to its lease
 CLAIM_AGAIN_S = 3.0  # after the checkpoint store has not answered
 MAX_BROKEN = 5  # epochs in a row that break although nobody died
 
@@ -50,6 +55,7 @@ class Settings:
         form_s: bound for connecting, once all ranks have met; doubled after each epoch that did not form.
         rollback_after_s: how long holders that may still live are waited for.
         suspect_s: a member whose lease has expired is excluded after this long without an announced step.
+        progress_s: without an announced step for so long, all workers are looked at; ``None`` learns it from the steps.
     """
 
     profile: ModelProfile
@@ -65,6 +71,7 @@ class Settings:
     form_s: float = 1.0
     rollback_after_s: float = 15.0
     suspect_s: float = 5.0
+    progress_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,25 @@ class Progressed:
     """Announced steps have reached ``step``: votes pass."""
 
     step: int
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a worker was found doing, by its agent; the answer to the `Look` of that number.
+
+    Attributes:
+        kind: ``waiting`` for peers, ``computing``, or ``storing``, at the checkpoint store.
+        still_s: for how long it has been at just that.
+        runs: its interpreter does; a process that is stopped, or is stuck in foreign code, does not.
+    """
+
+    node: str
+    incarnation: str
+    number: int
+    kind: str
+    what: str
+    still_s: float
+    runs: bool
 
 
 @dataclass(frozen=True)
@@ -305,6 +331,7 @@ Event = (
     | Formed
     | Voted
     | Progressed
+    | Looked
     | RankEnded
     | Failed
     | Broken
@@ -368,6 +395,21 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Have every agent say what its worker does."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Have the agent end its worker, which hangs."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class Resize:
     """Have agents started until there are this many; none is ended by it."""
 
@@ -408,12 +450,12 @@ class Finish:
     result: Mapping[str, Any]
 
 
-Effect = Freeze | Publish | Current | Release | Resize | Claim | Commit | Record | Finish
+Effect = Freeze | Publish | Current | Release | Resize | Look | Kill | Claim | Commit | Record | Finish
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One cause of a recovery under way. ``cause`` is ``worker``, ``node``, ``error`` or ``broken``."""
+    """One cause of a recovery under way. ``cause`` is ``worker``, ``node``, ``hang``, ``error`` or ``broken``."""
 
     cause: str
     node: str
@@ -438,6 +480,10 @@ class State:
         broken_in_a_row, unformed_in_a_row: epochs that broke without a death, or did not form, since the last vote.
         suspects: members whose lease has expired while votes pass, and since when.
         step, progressed_at: of the last announced step.
+        pace_s: how long a step takes, lately and at most.
+        look, looking_since, looked: the number of the last look at all workers, since when it is under way, if it is,
+            and the answers, by node; when the one before was over.
+        hung: incarnations that were found to hang, and since when.
         measured: the last switch whose pause has been recorded.
         size: how many nodes were asked for since the start, if any.
         starting_over: nobody holds every layer: the next plan starts from a `Base`, even if holders come back.
@@ -482,6 +528,12 @@ class State:
     suspects: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
     progressed_at: float = 0.0
+    pace_s: float = 0.0
+    look: int = 0
+    looking_since: float | None = None
+    looked: Mapping[str, Looked] = field(default_factory=dict)
+    looked_at: float = 0.0
+    hung: Mapping[str, float] = field(default_factory=dict)
     measured: int = 0
     size: int | None = None
     stop: bool = False
@@ -525,7 +577,9 @@ def advance(state: State, event: Event, now: float) -> Result:
         case Voted():
             return _voted(state, event, now)
         case Progressed(step):
-            return replace(state, step=max(state.step, step), progressed_at=now), []
+            return _progressed(state, step, now)
+        case Looked():
+            return _looked(state, event, now)
         case RankEnded():
             return _rank_ended(state, event)
         case Failed():
@@ -663,7 +717,9 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Result:
             error = NodeLost(f"the worker of {event.node} ended {how} before it was ready", f"its log is {event.log}")
             return _finish_failed(state, error, event.node)
         return replace(state, tries=tries), []
-    state, effects = _lose(state, member, "worker", now - event.age_s, now, proven=True)
+    hung_at = state.hung.get(event.incarnation)
+    cause, at = ("worker", now - event.age_s) if hung_at is None else ("hang", hung_at)
+    state, effects = _lose(state, member, cause, at, now, proven=True)
     return _progress(state, now, effects)
 
 
@@ -790,6 +846,9 @@ def _progress(state: State, now: float, effects: list[Effect] | None = None) -> 
         if state.phase == "running" and now - max(since, state.progressed_at) > state.settings.suspect_s:
             state, more = _lose(state, state.members[node], "node", since, now, proven=False)
             return _progress(state, now, effects + more)
+    if state.result is None and now - max(state.progressed_at, state.looked_at) > _deadline_s(state):
+        state, more = _look(state, now)
+        effects = effects + more
     if state.phase == "running" and state.switching is None and not state.stop and not state.ends:
         return _switch(state, now, effects)
     return state, effects
@@ -963,6 +1022,8 @@ def _published(state: State, publish: Publish, now: float, effects: list[Effect]
         ends={},
         evidence={},
         published_at=now,
+        progressed_at=now,
+        looking_since=None,
         transfer_s=0.0,
         waiting_for="",
     )
@@ -1221,6 +1282,7 @@ def _all_formed(state: State, now: float) -> Result:
         switching=None,
         formed_at=now,
         progressed_at=now,
+        looking_since=None,
         reports={},
         evidence={},
         unproven={},
@@ -1269,7 +1331,7 @@ def _recovery(state: State, event: Voted, now: float) -> Mapping[str, Any]:
             "detect_s": max(0.0, state.opened_at - loss.at),
         }
         for loss in state.losses
-        if loss.cause in ("worker", "node")
+        if loss.cause in ("worker", "node", "hang")
     ]
     return {
         "epoch": event.epoch,
@@ -1279,6 +1341,76 @@ def _recovery(state: State, event: Voted, now: float) -> Mapping[str, Any]:
         "lost_steps": state.lost_steps,
         "phases": {name: max(0.0, seconds) for name, seconds in phases.items()},
     }
+
+
+# No progress although all agents are well: somebody hangs, and the others wait for it.
+
+
+def _progressed(state: State, step: int, now: float) -> Result:
+    pace_s = state.pace_s
+    if state.step < step and state.phase == "running":
+        pace_s = max((now - state.progressed_at) / (step - state.step), 0.95 * pace_s)
+    return replace(state, step=max(state.step, step), progressed_at=now, pace_s=pace_s, looking_since=None), []
+
+
+def _training(state: State) -> frozenset[str]:
+    """The ranks that have not ended."""
+    return ranked(state.published) - state.ends.keys()
+
+
+def _deadline_s(state: State) -> float:
+    if state.phase == "forming":  # which may take as long as layers take to come
+        return FORMING_S
+    if state.settings.progress_s is not None:
+        return state.settings.progress_s
+    return SLACK_S + SLACK * state.pace_s if state.pace_s else UNKNOWN_S
+
+
+def _look(state: State, now: float) -> Result:
+    if state.looking_since is None:
+        number = state.look + 1
+        return replace(state, look=number, looking_since=now, looked={}), [Look(number)]
+    return _judge(state, now) if now - state.looking_since > ANSWER_S else (state, [])
+
+
+def _looked(state: State, event: Looked, now: float) -> Result:
+    member = state.members.get(event.node)
+    if member is None or member.incarnation != event.incarnation or event.number != state.look:
+        return state, []
+    if state.looking_since is None or state.phase not in ("forming", "running"):
+        return state, []
+    state = replace(state, looked={**state.looked, event.node: event})
+    return _judge(state, now) if state.looked.keys() >= _training(state) else (state, [])
+
+
+def _judge(state: State, now: float) -> Result:
+    """Only who does not wait for another is to blame. If all wait, they form again, all of them.
+
+    While an epoch forms, layers are built and come from the store or from peers, within deadlines of their own: there
+    only a process that does not run is to blame.
+    """
+    seen = {node: one for node, one in state.looked.items() if node in _training(state)}
+    since, long_s, running = state.progressed_at, _deadline_s(state) / 2, state.phase == "running"
+    blamed = [
+        one
+        for _, one in sorted(seen.items())
+        if not one.runs or (running and one.kind == "computing" and one.still_s > long_s)
+    ]
+    state = replace(state, looking_since=None, looked_at=now)
+    if blamed:
+        effects: list[Effect] = []
+        for one in blamed:
+            what = one.what or one.kind
+            data = {"node": one.node, "incarnation": one.incarnation, "what": what, "for_s": now - since}
+            effects += [Record("hung", {**data, "runs": one.runs}), Kill(one.node, one.incarnation)]
+        return replace(state, hung={**state.hung, **{one.incarnation: since for one in blamed}}), effects
+    if not running or any(one.kind != "waiting" for one in seen.values()) or not seen:
+        return state, []  # it is slow, and moves
+    if state.broken_in_a_row >= MAX_BROKEN:
+        error = NodeLost(f"{MAX_BROKEN} epochs in a row came to a standstill although no node died")
+        return _finish_failed(state, error, "")
+    state, effects = _open(replace(state, broken_in_a_row=state.broken_in_a_row + 1), now)
+    return _progress(state, now, [Record("standstill", {"for_s": now - since}), *effects])
 
 
 def _rank_ended(state: State, end: RankEnded) -> Result:

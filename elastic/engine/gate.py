@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+
+from elastic.engine.page import Page
 
 
 class Superseded(Exception):
@@ -16,9 +18,14 @@ class Superseded(Exception):
 
 
 class Gate:
-    """Belongs to one epoch. ``enter`` and ``computing`` are for the training thread, the rest for others."""
+    """Belongs to one epoch. ``enter``, ``computing`` and ``working`` are for the training thread, the rest for others.
 
-    def __init__(self) -> None:
+    Args:
+        page: is told what the training thread does.
+    """
+
+    def __init__(self, page: Page | None = None) -> None:
+        self._page = page or Page()
         self._changed = threading.Condition()
         self._shut = False
         self._computing = False
@@ -34,7 +41,7 @@ class Gate:
             raise Superseded
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, what: str = "") -> Iterator[None]:
         """Around work that touches neither a peer nor the weights: reading samples, forward, backward, loss.
 
         Raises:
@@ -42,9 +49,18 @@ class Gate:
         """
         self._set_computing(True)
         try:
-            yield
+            with self._page.doing("computing", what):
+                yield
         finally:
             self._set_computing(False)
+
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """Around work on the weights, or on what belongs to no epoch: it is not interrupted, and waits for no peer."""
+        return self._page.doing("computing", what)
+
+    def moving(self) -> None:
+        """Called in the midst of long work, where it comes forward."""
+        self._page.touch()
 
     def _set_computing(self, value: bool) -> None:
         with self._changed:

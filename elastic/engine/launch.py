@@ -15,6 +15,7 @@ from typing import IO
 import psutil
 
 from elastic.engine.channel import Channel, Message
+from elastic.engine.page import Page
 
 
 def interface_of(host: str) -> str | None:
@@ -26,8 +27,10 @@ def interface_of(host: str) -> str | None:
 
 
 class WorkerProcess:
-    """One worker. Must be created by a thread that lives as long as the worker should: the kernel's parent-death
-    signal fires when that *thread* ends.
+    """One worker; ``page`` says what it is doing.
+
+    Must be created by a thread that lives as long as the worker should: the kernel's parent-death signal fires when
+    that *thread* ends.
 
     Args:
         host: address of this node, where the worker's store and gloo listen.
@@ -51,9 +54,11 @@ class WorkerProcess:
         if interface is not None:
             env["GLOO_SOCKET_IFNAME"] = interface
         self._log: IO[bytes] = log.open("ab")
+        self.page = Page()
+        inherited = (theirs.fileno(), self.page.fd)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.engine.worker", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(theirs.fileno(),),
+            [sys.executable, "-m", "elastic.engine.worker", str(inherited[0]), str(os.getpid()), str(inherited[1])],
+            pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
@@ -92,6 +97,7 @@ class WorkerProcess:
         self._reader.join(timeout=5)
         self._channel.close()
         self._log.close()
+        self.page.close()
 
 
 class Mailbox:

@@ -22,6 +22,7 @@ from elastic.engine.fingerprint import fingerprint
 from elastic.engine.gate import Gate, Superseded
 from elastic.engine.gradients import FIRST_EXPONENT
 from elastic.engine.layers import LayerState, Version, build_layer
+from elastic.engine.page import Page
 from elastic.engine.snapshots import Damaged, Snapshots
 from elastic.engine.step import Announcement, End, Epoch, Member, Progress
 from elastic.engine.transfer import LayerServer, TransferFailed, fetch_layer, version_of
@@ -42,9 +43,12 @@ class Session:
     Args:
         init: the first message of the agent.
         send: hands a message to the agent; from any thread.
+        page: where the agent sees what this worker is doing.
     """
 
-    def __init__(self, init: Message, send: Callable[[Message], None], wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, init: Message, send: Callable[[Message], None], page: Page, wall: Callable[[], float] = time.time
+    ) -> None:
         self._config = Config.from_dict(init["config"])
         self._boundaries = [(tuple(shape), dtype) for shape, dtype in init["boundaries"]]
         self._secret = init["secret"]
@@ -67,7 +71,8 @@ class Session:
 
         self._lock = threading.Lock()  # guards what both threads touch: the five below
         self._newest = 0  # the highest epoch seen, formed or not
-        self._gate = Gate()
+        self._page = page
+        self._gate = Gate(page)
         self._gate.leave()
         self._superseded = threading.Event()
         self._groups: Groups | None = None
@@ -157,7 +162,7 @@ class Session:
             if epoch < self._newest:
                 return None
             self._newest = epoch
-            self._gate, self._superseded, self._next = Gate(), threading.Event(), None
+            self._gate, self._superseded, self._next = Gate(self._page), threading.Event(), None
             gate, superseded = self._gate, self._superseded
         try:
             end = self._train(command, gate, superseded)
@@ -176,7 +181,8 @@ class Session:
         if end.kind == "switch":
             return following
         if end.kind in ("done", "stopped"):
-            self._save(command, wait=True)
+            with self._page.doing("storing", "writing the last checkpoint"):
+                self._save(command, wait=True)
         digests = {self._layers[i].name: self._layers[i].digest() for i in self._own(command)}
         self._send(
             {
@@ -220,7 +226,7 @@ class Session:
         plan = Plan.from_json(command["plan"])
         started = self._wall()
         # Nothing held here changes meanwhile, so a newer epoch need not wait for the end of it to know what is held.
-        with gate.computing():
+        with gate.computing("building and fetching layers"):
             built = self._build_missing(command)
             with ThreadPoolExecutor(max_workers=8) as pool:
                 fetching = self._fetch(command, built, superseded, pool)

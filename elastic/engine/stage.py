@@ -123,14 +123,15 @@ class Stage(PipelineStage):
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs=None, save_forward_output: bool = True
     ):
         self.module.microbatch = self._microbatches[fwd_chunk_id]
-        with self._gate.computing(), user_code(f"the forward pass of microbatch {self.module.microbatch}"):
+        what = f"the forward pass of microbatch {self.module.microbatch}"
+        with self._gate.computing(what), user_code(what):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(  # type: ignore[no-untyped-def]
         self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False
     ):
         what = f"the backward pass of microbatch {self._microbatches[bwd_chunk_id]}"
-        with self._gate.computing(), user_code(what):
+        with self._gate.computing(what), user_code(what):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and not loss._is_view():
             loss.detach_()  # the schedule keeps the losses of a step; let it not keep their graphs

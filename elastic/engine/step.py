@@ -223,7 +223,7 @@ class Epoch:
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         what = f"the loss, microbatch {self._module.microbatch}"
-        with self._gate.computing(), self._module.precision(), user_code(what):
+        with self._gate.computing(what), self._module.precision(), user_code(what):
             set_seed(seed_of(self._train.seed, "loss", self._module.step, self._module.microbatch))
             total, weight = self._job.loss(output, canonical(target))
             number = float(weight)
@@ -272,10 +272,12 @@ class Epoch:
         if verdict.kind == "stop":
             return End("non_finite", progress.step, verdict.reason)
         self._gate.enter()
-        self._follow(verdict, started)
+        with self._gate.working(f"applying step {progress.step}"):
+            self._follow(verdict, started)
         if verdict.kind == "redo":
             return None
-        self._member.committed()
+        with self._gate.working(f"copying step {progress.step} for a checkpoint"):
+            self._member.committed()
         if progress.step >= self._train.steps:
             return None
         if verdict.stop_requested:
@@ -334,9 +336,11 @@ class Epoch:
         self._module.step = step
         stage = self._schedule._stage
         wanted = [(m, self._cursor.samples(step, m)) for m in self._microbatches]
-        with self._gate.computing():
+        with self._gate.computing(f"reading the samples of step {step}"):
             key = (self._train.seed, "sample", step)
-            inputs, targets = load(self._job.dataset, wanted, stage.is_first, stage.is_last, self._device, key)
+            inputs, targets = load(
+                self._job.dataset, wanted, stage.is_first, stage.is_last, self._device, key, self._gate.moving
+            )
         self._schedule.step(*inputs, target=targets, return_outputs=False)
         self._gradients.reduce(before=self._gate.enter)
         self.prepared = step
@@ -403,9 +407,9 @@ class Epoch:
         size = self._train.microbatch
         stage = self._evaluation._stage
         wanted = [(m, list(range(m * size, (m + 1) * size))) for m in self._evaluation_ids]
-        with self._gate.computing():
+        with self._gate.computing("reading samples for evaluation"):
             key, data = (self._train.seed, "evaluation"), self._job.evaluation.dataset
-            inputs, targets = load(data, wanted, stage.is_first, stage.is_last, self._device, key)
+            inputs, targets = load(data, wanted, stage.is_first, stage.is_last, self._device, key, self._gate.moving)
         self._losses.clear()
         self._weights.clear()
         self._module.step = step
@@ -423,7 +427,8 @@ class Epoch:
         for announcement in pending if self._groups.rank == 0 else ():
             newest = announcement is pending[-1]
             metrics = replace(announcement.metrics, eval_loss=eval_loss if newest else announcement.metrics.eval_loss)
-            self._member.announce(replace(announcement, metrics=metrics))
+            with self._gate.working("telling metrics"):
+                self._member.announce(replace(announcement, metrics=metrics))
 
 
 def evaluation_microbatches(job: Job, train: Train) -> int:
@@ -452,11 +457,13 @@ def load(
     targets: bool,
     device: torch.device,
     key: tuple[int | str, ...],
+    moving: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Reads the samples of several microbatches: ``((inputs,), targets)``, each with all samples in dimension 0.
 
     Only what the stage needs is stacked; a stage in the middle reads nothing. Each sample is read under a seed of its
-    own, made from ``key``, microbatch and place in it, so that augmentation is the same wherever it is read.
+    own, made from ``key``, microbatch and place in it, so that augmentation is the same wherever it is read. ``moving``
+    is called after each.
     """
     if not (inputs or targets):
         return (), None
@@ -466,6 +473,7 @@ def load(
             set_all_seeds(seed_of(*key, microbatch, place))
             with user_code(f"dataset[{index}], microbatch {microbatch}"):
                 samples.append(dataset[index])
+            moving()
     with user_code("stacking the samples of a step (all must have one shape)"):
         x = torch.stack([sample[0] for sample in samples]).to(device) if inputs else None
         y = torch.stack([sample[1] for sample in samples]).to(device) if targets else None

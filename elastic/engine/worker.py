@@ -1,4 +1,5 @@
-"""A worker process: ``python -m elastic.engine.worker FD PARENT``, child of an agent, one per device.
+"""A worker process: ``python -m elastic.engine.worker FD PARENT PAGE``, child of an agent, one per device. PAGE is the
+descriptor of a page on which it says what it is doing, see ``page.py``.
 
 From the agent, as JSON lines on the inherited socket FD:
 
@@ -35,6 +36,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from elastic.engine.channel import Channel, Message
+from elastic.engine.page import Page
 from elastic.errors import ElasticError, UserCodeError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def warm_up(init: Message, channel: Channel) -> tuple[Session, dict[str, Any]] | None:
+def warm_up(init: Message, channel: Channel, page: Page) -> tuple[Session, dict[str, Any]] | None:
     """Imports, loads the job and starts the servers, in a thread of lowest priority: a replacement must not slow those
     that train. The main thread stays as it is, because an unprivileged process cannot raise a priority again."""
     out: list[tuple[Session, dict[str, Any]] | ElasticError] = []
@@ -62,7 +64,7 @@ def warm_up(init: Message, channel: Channel) -> tuple[Session, dict[str, Any]] |
             from elastic.engine.fingerprint import fingerprint
             from elastic.engine.session import Session
 
-            out.append((Session(init, channel.send), fingerprint()))
+            out.append((Session(init, channel.send, page), fingerprint()))
         except ElasticError as error:
             out.append(error)
         except Exception as error:  # noqa: BLE001 - reported to the agent
@@ -78,7 +80,7 @@ def warm_up(init: Message, channel: Channel) -> tuple[Session, dict[str, Any]] |
     return out[0]
 
 
-def main(fd: int, parent: int) -> None:
+def main(fd: int, parent: int, page_fd: int) -> None:
     die_with(parent)
     # The agent decides when to stop; Ctrl-C in a terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -87,7 +89,9 @@ def main(fd: int, parent: int) -> None:
     init = next(messages, None)
     if init is None:
         return
-    warm = warm_up(init, channel)
+    page = Page(page_fd)
+    threading.Thread(target=page.beat, name="page", daemon=True).start()
+    warm = warm_up(init, channel, page)
     if warm is None:
         return
     session, numerics = warm
@@ -124,4 +128,4 @@ def main(fd: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

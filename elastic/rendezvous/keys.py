@@ -11,6 +11,8 @@
     ``hosts/<node>``            that node           its process group, so that its next incarnation can end it
     ``reports/%010d/<node>``    that node           what a frozen node holds, for one attempt; on no lease
     ``saves/<version>/<writer>``  that node         a part of a checkpoint that is in the store; on no lease
+    ``look``                    leader              that all agents are to say what their workers do; counts up
+    ``looks/<node>``            that node           what its worker does
     ``intent``                  leader              the checkpoint that it has the right to commit
     ``starting_over``           leader              that it claims a lineage: the next plan starts from there
     ``progress``                rank 0's node       the last announced steps
@@ -29,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _ROOT = "/elastic/jobs/"
-_SINGLE = frozenset({"spec", "leader", "generation", "epoch", "progress", "result", "intent", "starting_over"})
+_SINGLE = frozenset({"spec", "leader", "generation", "epoch", "progress", "result", "intent", "look", "starting_over"})
 _PATTERNS = {
     "plan": re.compile(r"plans/(?P<number>\d{10})"),
     "member": re.compile(r"members/(?P<name>[^/]+)"),
@@ -37,6 +39,7 @@ _PATTERNS = {
     "host": re.compile(r"hosts/(?P<name>[^/]+)"),
     "report": re.compile(r"reports/(?P<number>\d{10})/(?P<name>[^/]+)"),
     "save": re.compile(r"saves/(?P<name>[^/]+/[^/]+)"),
+    "looked": re.compile(r"looks/(?P<name>[^/]+)"),
     "event": re.compile(r"events/(?P<number>\d{10})"),
     "request": re.compile(r"requests/(?P<name>[^/]+)"),
     "attempt": re.compile(r"attempts/(?P<number>\d{20})"),
@@ -88,6 +91,13 @@ class Keys:
     @property
     def result(self) -> str:
         return self.root + "result"
+
+    @property
+    def look(self) -> str:
+        return self.root + "look"
+
+    def looked(self, node: str) -> str:
+        return self.root + "looks/" + _segment(node)
 
     @property
     def intent(self) -> str:

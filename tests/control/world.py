@@ -37,7 +37,10 @@ from elastic.control.state import (
     Freeze,
     Frozen,
     Joined,
+    Kill,
     Left,
+    Look,
+    Looked,
     Member,
     Progressed,
     Publish,
@@ -94,6 +97,7 @@ class Shape:
             fault_tolerance=self.fault_tolerance,
             min_nodes=self.min_nodes,
             exact=self.exact,
+            progress_s=8.0,
         )
 
 
@@ -557,6 +561,11 @@ class World:
                     live = {member.incarnation for member in self.state.members.values()}
                     self.excluded |= self.workers.keys() - live
                     self.order("plan", effect)
+                case Look(number):
+                    self.order("look", number)
+                case Kill(node, incarnation):
+                    if self.agents[node].alive:
+                        self.orders[node].append(("kill", incarnation))
                 case Release(node):
                     self.orders[node].append(("release", self.seen[node]))
                 case Claim():
@@ -772,6 +781,12 @@ class World:
                 worker.offer(what)
         elif kind == "stop" and worker is not None:
             worker.stop = True
+        elif kind == "look" and worker is not None:
+            kind = "computing" if worker.run is not None and worker.run.at == "compute" else "waiting"
+            seen = Looked(agent.node, worker.incarnation, what, kind, "", 0.0, not worker.hung)
+            self.queues[agent.node].append(seen)
+        elif kind == "kill" and worker is not None and worker.incarnation == what:
+            self.end_worker(agent)
         elif kind == "release" and worker is not None and worker.incarnation == what:
             self.released.add(agent.node)
             self.end_agent(agent)
@@ -959,9 +974,6 @@ class World:
                 self.do(("tick",))
                 for name in sorted(self.state.draining) if self.state.phase == "waiting" else ():
                     self.do(("kill_node", name, True))  # a machine that is drained is taken away at last
-                for agent in list(self.agents.values()):  # the progress deadline finds what hangs
-                    if agent.worker is not None and agent.worker.hung and agent.overdue is None:
-                        self.end_worker(agent)
         if self.result is None:
             raise Violation(f"the job does not end; it is {self.state.phase} at step {self.state.step}")
 

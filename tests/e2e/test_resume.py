@@ -97,6 +97,9 @@ def test_from_a_bucket_into_a_fresh_folder_and_while_the_store_is_away(elastic, 
     with s3_server() as (url, options):
         config = write_config(tmp_path, checkpoint={"url": f"{url}/run", "storage_options": options})
         everything_dies(elastic, config, 130)
+        for folder in elastic.traces.folders:  # nobody is left to remove it: a run in the same place would
+            shutil.rmtree(folder)
+        (elastic.run_dir / "run.json").unlink()
         elsewhere = Elastic(tmp_path)
         elsewhere.run_dir = tmp_path / "elsewhere"
         check(elsewhere.train(config).wait(), expected, 100)
@@ -105,6 +108,7 @@ def test_from_a_bucket_into_a_fresh_folder_and_while_the_store_is_away(elastic, 
         longer = write_config(
             tmp_path, train={"steps": STEPS + 200}, checkpoint={"url": f"{url}/run", "storage_options": options}
         )
+        elastic.run_dir = tmp_path / "third"
         command = elastic.train(longer)
         elastic.until_step(20, command)
     ended = command.wait(200)  # the server is gone: training went on without it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import torch
@@ -64,6 +65,25 @@ class Slow(Tokens):
         return super().__getitem__(index)
 
 
+class Stuck(Tokens):
+    """Hangs for ever, in the one process of all that finds the file ``token`` absent, once it has read ``reads``
+    samples; with ``locked`` it does not let go of the interpreter meanwhile."""
+
+    def __init__(self, token, reads, locked):
+        self.token, self.left, self.locked = token, reads, locked
+
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        self.left -= 1
+        if self.left == 0:
+            try:
+                open(self.token, "x").close()
+            except FileExistsError:
+                return super().__getitem__(index)
+            ctypes.PyDLL(None).sleep(10**6) if self.locked else time.sleep(10**6)
+        return super().__getitem__(index)
+
+
 class Raising(Tokens):
     """Raises for a sample that only one step reads."""
 
@@ -108,9 +128,13 @@ def optimizer(params):
 
 def job(params):
     tied = {"out.weight": "embed.weight"} if params.get("tied") else {}
-    data = (
-        Raising(params["raise_at"]) if "raise_at" in params else Slow(params["slow"]) if "slow" in params else Tokens()
-    )
+    data = Tokens()
+    if "raise_at" in params:
+        data = Raising(params["raise_at"])
+    elif "stuck" in params:
+        data = Stuck(**params["stuck"])
+    elif "slow" in params:
+        data = Slow(params["slow"])
     layers = [elastic.Layer("embed", lambda: nn.Embedding(VOCAB, WIDTH))]
     layers += [elastic.Layer(f"block.{i}", Block) for i in range(4)]
     layers.append(elastic.Layer("act", nn.Tanh))

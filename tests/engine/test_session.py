@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.engine.inspection import inspect_job
+from elastic.engine.page import Page
 from elastic.engine.session import Session
 from elastic.engine.vote import Verdict
 from tests.engine.processes import load, small_config
@@ -33,7 +34,7 @@ def session(tmp_path):
     inspection = inspect_job(load(config), config.train)
     init = {"config": config.to_dict(), "boundaries": inspection.boundaries, "secret": "test"}
     init |= {"folder": config.folder, "host": "127.0.0.1", "checkpoint_url": str(tmp_path), "generation": 1}
-    session = Session({**init, "writer": "node-0"}, lambda message: None)
+    session = Session({**init, "writer": "node-0"}, lambda message: None, Page())
     session._voter = True
     session._progress.step = 5
     return session
