@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic.observe.text import number, one_line, plural
+from elastic.observe.text import number, one_line, plural, size
 
 Event = Mapping[str, Any]
 _SIZES_LISTED = 8
@@ -44,7 +44,9 @@ def _node_joined(event: Event) -> str:
 
 
 def _node_left(event: Event) -> str:
-    cause = {"worker": "lost its worker", "node": "was lost"}.get(event.get("cause", ""), "left")
+    cause = {"worker": "lost its worker", "node": "was lost", "hang": "had its worker ended"}.get(
+        event.get("cause", ""), "left"
+    )
     return f"{event['node']} {cause}"
 
 
@@ -80,9 +82,41 @@ def _recovered(event: Event) -> str:
 
 
 def _rollback(event: Event) -> str:
+    where = f"the checkpoint of step {event['to_step']}" if event["to_step"] else "the start"
+    return f"no copy of some layers is left: back to {where}, {plural(event['lost_steps'], 'step')} lost"
+
+
+def _resumed(event: Event) -> str:
+    return f"resumes from the checkpoint of step {event['step']}"
+
+
+def _checkpoint_started(event: Event) -> str:
+    return f"writing the checkpoint of step {event['step']}"
+
+
+def _checkpoint_saved(event: Event) -> str:
+    stall, upload = event["stall_s"] * 1e3, event["upload_s"]
     return (
-        f"no copy of some layers is left: back to step {event['to_step']}, {plural(event['lost_steps'], 'step')} lost"
+        f"checkpoint of step {event['step']} saved: {size(event['bytes'])} in {upload:.2f} s,"
+        f" training waited {stall:.0f} ms"
     )
+
+
+def _checkpoint_failed(event: Event) -> str:
+    return f"checkpoint of step {event['step']} failed, training goes on: {event['reason']}"
+
+
+def _checkpoint_rejected(event: Event) -> str:
+    return f"the checkpoint of step {event['step']} is damaged, an older one is used: {event['reason']}"
+
+
+def _hung(event: Event) -> str:
+    state = "was" if event["runs"] else "did not run, it was"
+    return f"{event['node']} hangs: no step for {event['for_s']:.1f} s, it {state} at: {event['what']}"
+
+
+def _standstill(event: Event) -> str:
+    return f"no step for {event['for_s']:.1f} s though all nodes wait for each other: they form again"
 
 
 def _reconfigured(event: Event) -> str:
@@ -144,6 +178,13 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "user_error": _user_error,
     "recovered": _recovered,
     "rollback": _rollback,
+    "resumed": _resumed,
+    "checkpoint_started": _checkpoint_started,
+    "checkpoint_saved": _checkpoint_saved,
+    "checkpoint_failed": _checkpoint_failed,
+    "checkpoint_rejected": _checkpoint_rejected,
+    "hung": _hung,
+    "standstill": _standstill,
     "reconfigured": _reconfigured,
     "spare": _spare,
     "draining": _draining,

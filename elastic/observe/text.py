@@ -84,6 +84,15 @@ def plural(count: object, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def size(count: float) -> str:
+    """Bytes as ``97.3 KiB``, ``1.2 GiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def shorten(text: str, width: int) -> str:
     """Cut in the middle, since names of machines differ at their ends."""
     if len(text) <= width:

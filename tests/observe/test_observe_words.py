@@ -37,6 +37,35 @@ PLAN = {
         ),
         ({"kind": "formed", "epoch": 3}, "epoch 3 formed, training"),
         ({"kind": "stop_requested"}, "stopping at the next voted step"),
+        (
+            {"kind": "rollback", "lineage": 1, "manifest": "m", "to_step": 50, "lost_steps": 1},
+            "no copy of some layers is left: back to the checkpoint of step 50, 1 step lost",
+        ),
+        (
+            {"kind": "rollback", "lineage": 1, "manifest": "", "to_step": 0, "lost_steps": 7},
+            "no copy of some layers is left: back to the start, 7 steps lost",
+        ),
+        ({"kind": "resumed", "lineage": 1, "manifest": "m", "step": 50}, "resumes from the checkpoint of step 50"),
+        (
+            {"kind": "checkpoint_saved", "step": 50, "bytes": 99620, "stall_s": 0.0014, "upload_s": 0.25},
+            "checkpoint of step 50 saved: 97.3 KiB in 0.25 s, training waited 1 ms",
+        ),
+        (
+            {"kind": "checkpoint_failed", "step": 50, "reason": "the disk is full"},
+            "checkpoint of step 50 failed, training goes on: the disk is full",
+        ),
+        (
+            {"kind": "checkpoint_rejected", "step": 50, "manifest": "m", "reason": "pack 3 is missing"},
+            "the checkpoint of step 50 is damaged, an older one is used: pack 3 is missing",
+        ),
+        (
+            {"kind": "hung", "node": "node-1", "what": "reading sample 3", "for_s": 7.25, "runs": True},
+            "node-1 hangs: no step for 7.2 s, it was at: reading sample 3",
+        ),
+        (
+            {"kind": "standstill", "for_s": 7.0},
+            "no step for 7.0 s though all nodes wait for each other: they form again",
+        ),
         ({"kind": "ended", "state": "done", "step": 200, "loss": 2.14321}, "done at step 200, loss 2.1432"),
         ({"kind": "ended", "state": "stopped", "step": 0, "loss": None}, "stopped at step 0"),
         (
