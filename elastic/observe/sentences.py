@@ -44,10 +44,8 @@ def _node_joined(event: Event) -> str:
 
 
 def _node_left(event: Event) -> str:
-    cause = {"worker": "lost its worker", "node": "was lost", "hang": "had its worker ended"}.get(
-        event.get("cause", ""), "left"
-    )
-    return f"{event['node']} {cause}"
+    causes = {"worker": "lost its worker", "node": "was lost", "hang": "had its worker ended"}
+    return f"{event['node']} {causes.get(event.get('cause', ''), 'left')}"
 
 
 def _node_refused(event: Event) -> str:
