@@ -25,7 +25,7 @@ Json = dict[str, Any]
 PATIENCE_S = 10.0  # somebody is waiting at the terminal
 READERS = 8
 
-app = typer.Typer(no_args_is_help=True, help="List, show and verify checkpoints.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, show and verify checkpoints.")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Root of the checkpoints, or the folder of a run.")]
 Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Of the checkpoint; by default the newest.")]

@@ -89,7 +89,6 @@ def _stand_in(plugin: EntryPoint, why: str) -> typer.Typer:
 app = typer.Typer(
     cls=_Commands,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -132,6 +131,57 @@ def _root(
 
     Start with: elastic run configs/gpt-tiny.yaml
     """
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Write a small job and its config to start from.
+
+    Example:
+
+        elastic init my_job && elastic run my_job/job.yaml
+    """
+    from elastic.scaffold import scaffold
+
+    written = scaffold(folder)
+    if as_json:
+        _print_json({"written": [str(path) for path in written]})
+        return
+    console = _stdout()
+    for path in written:
+        console.print(f"wrote {path}", markup=False)
+    console.print(f"\nnext:  elastic run {written[1]}\nthen:  kill a node of it, or change {written[0]}", markup=False)
+
+
+@app.command()
+def doctor(
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="A checkpoint store to try too.", show_default=False)
+    ] = None,
+    options: Annotated[
+        list[str],
+        typer.Option("--option", metavar="KEY=VALUE", help="For its file system; may be repeated.", show_default=False),
+    ] = [],  # noqa: B006 - typer copies it
+    as_json: AsJson = False,
+) -> None:
+    """Check whether this machine can run jobs, and say what to do where it cannot.
+
+    Example:
+
+        elastic doctor --store s3://bucket/run
+    """
+    from elastic.doctor import document, examine
+    from elastic.observe.tables import doctor_report
+
+    pairs = [option.partition("=") for option in options]
+    if any(not separator for _, separator, _ in pairs):
+        raise UsageError("--option must be KEY=VALUE", "example: --option endpoint_url=http://127.0.0.1:9000")
+    findings = examine(store, {key: value for key, _, value in pairs})
+    _print_json(document(findings)) if as_json else _stdout().print(doctor_report(findings))
+    raise typer.Exit(0 if document(findings)["fit"] else 1)
 
 
 @app.command()
@@ -339,3 +389,7 @@ def _command_line_error(error: Any, arguments: Sequence[str]) -> int:
         return UsageError.exit_code
     command = error.ctx.command_path if getattr(error, "ctx", None) else "elastic"
     return _fail(UsageError(error.format_message(), f"`{command} --help` shows what there is"), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure this installation against its peers, in one run.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure this installation against its peers, in one run."
+)
 
 
 @app.callback()

@@ -11,7 +11,7 @@ import typer
 
 from elastic.errors import UsageError
 
-app = typer.Typer(no_args_is_help=True, help="Grow, shrink and drain a running job.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Grow, shrink and drain a running job.")
 Job = Annotated[str | None, typer.Option("--job", help="Name of the job; the newest run by default.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's folder.")]
 

@@ -18,6 +18,7 @@ from checkpoint.reader import Checkpoint, CheckpointError
 from checkpoint.store import Store, StoreError
 from checkpoint.writer import Item, write_part
 from elastic.engine.channel import Message
+from elastic.engine.fingerprint import differences
 from elastic.engine.layers import LayerState, Version, hash_tensor
 from elastic.engine.transfer import Entry, TransferFailed, entries_of, groups_of, install, raw_bytes
 from elastic.errors import JobError
@@ -182,13 +183,10 @@ class Snapshots:
             raise JobError(str(error), CHANGED) from error
         if blank.digest() != kept["digest"]:
             raise Damaged(manifest, f"layer {blank.name!r} does not have the digest it was saved with")
-        theirs = meta["fingerprint"]
-        ours = self._fingerprint
-        other = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+        other = differences(self._fingerprint, meta["fingerprint"])
         if exact and other:
-            facts = ", ".join(f"{key} was {theirs.get(key)} and is {ours.get(key)} here" for key in other)
             raise JobError(
-                f"reduction 'exact' cannot go on from a checkpoint with other numerics: {facts}",
+                f"reduction 'exact' cannot go on from a checkpoint with other numerics: {'; '.join(other)}",
                 "use the same versions and processors, or start anew with --resume never",
             )
         blank.version = version

@@ -39,6 +39,19 @@ def span(items: Sequence[object]) -> str:
     return " ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
+def doctor_report(findings: Iterable[Any]) -> RenderableType:
+    """One line per check, and under it what to do."""
+    out = Table(box=None, show_header=False, pad_edge=False)
+    for _ in range(3):
+        out.add_column(overflow="fold")
+    for one in findings:
+        colour = {"ok": "green", "warn": "yellow", "fail": "red"}[one.state]
+        out.add_row(Text(one.state, f"bold {colour}"), one.check, Text(one_line(one.found)))
+        if one.advice:
+            out.add_row("", "", Text(f"→ {one_line(one.advice)}", colour))
+    return out
+
+
 def run_report(document: Mapping[str, Any], seconds: float | None, path: str) -> RenderableType:
     """The end of a run: what came out, and where it lives."""
     state = str(document["state"])

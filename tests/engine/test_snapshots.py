@@ -116,6 +116,6 @@ def test_a_layer_that_is_not_there_and_one_of_another_shape_are_told_by_name(sav
 def test_exact_refuses_other_numerics_by_name(saved):
     url, manifest, _ = saved
     other = snapshots(url, queue.Queue(), {"torch": "3"})
-    with pytest.raises(JobError, match="torch was 2 and is 3 here"):
+    with pytest.raises(JobError, match="torch: 3 here, 2 there"):
         other.restore(build_layer(load(small_config()), 1, 9), manifest, VERSION, exact=True)
     other.restore(build_layer(load(small_config()), 1, 9), manifest, VERSION, exact=False)
