@@ -30,17 +30,18 @@ class ElasticError(Exception):
 
     Args:
         message: one sentence that says what failed and where.
-        hint: what to do next; empty when there is nothing to add.
+        hint: what to do next; left out, it is what helps with most errors of the class.
         detail: more lines for a log or ``--json``, such as the traceback of the user's code.
     """
 
     code = "failed"
     exit_code = 1
+    advice = ""  # the hint of those that have none of their own
 
     def __init__(self, message: str, hint: str = "", detail: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.advice
         self.detail = detail
 
     def as_json(self) -> dict[str, str]:
@@ -54,18 +55,22 @@ class ElasticError(Exception):
 class UsageError(ElasticError):
     code = "usage"
     exit_code = 2
+    advice = "`elastic COMMAND --help` shows an example"
 
 
 class ConfigError(UsageError):
     code = "config"
+    advice = "correct it there; configs/gpt-bytes.yaml has every key with a comment"
 
 
 class JobError(UsageError):
     code = "job"
+    advice = "correct the job's code, or its params in the config"
 
 
 class PlanError(UsageError):
     code = "plan"
+    advice = "`elastic plan CONFIG --nodes N` shows what fits; change cluster.nodes, cluster.device_memory or the model"
 
 
 class JobAlive(UsageError):
@@ -75,6 +80,7 @@ class JobAlive(UsageError):
 class Unreachable(ElasticError):
     code = "unreachable"
     exit_code = 3
+    advice = "`elastic doctor` checks what a run needs"
 
 
 class EtcdUnreachable(Unreachable):
@@ -106,6 +112,7 @@ class CheckpointCorrupt(CheckpointAbsent):
 
 class UserCodeError(ElasticError):
     code = "user_code"
+    advice = "the traceback is in the worker's log, and under detail with --json"
 
 
 class NonFinite(ElasticError):
@@ -114,11 +121,13 @@ class NonFinite(ElasticError):
 
 class NodeLost(ElasticError):
     code = "node_lost"
+    advice = "the workers' logs are in the folder logs of the run"
 
 
 class Interrupted(ElasticError):
     code = "interrupted"
     exit_code = 130
+    advice = "run the same command again to go on"
 
 
 def from_json(error: dict[str, str]) -> ElasticError:

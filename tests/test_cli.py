@@ -190,7 +190,7 @@ def test_a_detached_run_says_where_it_lives(elastic: Cli, config: Path, execute:
     ("state", "error", "code"),
     [
         ("failed", {"code": "user_code", "message": "ValueError in the loss", "hint": "look", "detail": "Trace"}, 1),
-        ("failed", {"code": "etcd_unreachable", "message": "etcd is gone", "hint": ""}, 3),
+        ("failed", {"code": "etcd_unreachable", "message": "etcd is gone", "hint": "start it"}, 3),
         ("interrupted", {"code": "interrupted", "message": "interrupted", "hint": "run it again to go on"}, 130),
     ],
 )

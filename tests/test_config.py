@@ -381,7 +381,7 @@ def test_a_wrong_value(key: str, value: object, message: str) -> None:
     ("key", "value", "hint"),
     [
         ("train.reduction", "exat", "did you mean exact?"),
-        ("train.precision", "float", ""),
+        ("train.precision", "float", ConfigError.advice),
         ("cluster.etcd", "here", "example: etcd: 10.0.0.1:2379,10.0.0.2:2379"),
         ("cluster.ray", "10.0.0.1:6379", "give the host:port of an etcd that all nodes can reach"),
         ("cluster.devices_per_node", "8", "set it to 1 and use one node per device"),

@@ -54,7 +54,7 @@ def run_recovery(causes: Sequence[str], trials: int, seed: int, say: Callable[[s
         killer = Killer(RunFiles(Path(folder) / "run"), [(c, i) for c in causes for i in range(trials)], seed, say)
         execute(config_from(bench_job()), run_dir=killer.files.path, watcher=killer)
     if killer.failure:
-        raise ElasticError(killer.failure)
+        raise ElasticError(killer.failure, "is the machine very busy? try again")
     return {"causes": {cause: summary([r for r in killer.results if r["cause"] == cause]) for cause in causes}}
 
 

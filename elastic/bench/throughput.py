@@ -81,7 +81,9 @@ def _run_case(processes: int, stages: int, trials: int) -> dict[str, list[float]
         try:
             out, _ = children[0].communicate(timeout=CASE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ElasticError(f"the benchmark did not finish within {CASE_TIMEOUT_S:.0f} s") from None
+            raise ElasticError(
+                f"the benchmark did not finish within {CASE_TIMEOUT_S:.0f} s", "is the machine very busy? try again"
+            ) from None
         if children[0].returncode != 0:
             raise ElasticError("a benchmark process failed", detail=log.read_text(errors="replace"))
     windows: dict[str, list[float]] = json.loads(out)

@@ -1431,7 +1431,14 @@ def _rank_ended(state: State, end: RankEnded) -> Result:
     for rank in ends.values():
         for layer, digest in rank.digests.items():
             if digests.setdefault(layer, digest) != digest:
-                return _finish_failed(state, ElasticError(f"replicas of layer {layer!r} disagree"), rank.node)
+                return _finish_failed(
+                    state,
+                    ElasticError(
+                        f"replicas of layer {layer!r} disagree",
+                        "memory or a processor is at fault; --resume goes back to a checkpoint",
+                    ),
+                    rank.node,
+                )
     result = {
         "state": end.kind,
         "step": end.step,

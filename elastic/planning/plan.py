@@ -16,6 +16,7 @@ class PlanInvariant(PlanError):
     """A plan breaks one of its invariants: a defect of the planner or a damaged plan, never a user's mistake."""
 
     code = "plan_invariant"
+    advice = "this is a defect: please report it with the plan"
 
 
 @dataclass(frozen=True)

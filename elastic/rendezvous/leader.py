@@ -19,6 +19,7 @@ class Fenced(ElasticError):
     """Another took over, or nobody leads: what was to be written was not, and this leader must stop leading."""
 
     code = "fenced"
+    advice = "nothing is to be done: another controller leads"
 
 
 class Leadership:

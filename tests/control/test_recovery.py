@@ -260,7 +260,7 @@ def test_a_node_that_comes_after_the_size_was_reduced_is_sent_away_again():
 
 
 def test_a_users_error_is_tried_three_times_and_kills_nobody():
-    error = {"code": "user_code", "message": "ValueError in the loss", "hint": "", "detail": "Traceback"}
+    error = {"code": "user_code", "message": "ValueError in the loss", "hint": "h", "detail": "Traceback"}
     state = running(2)
     for attempt in (1, 2):
         epoch = state.published.epoch
@@ -275,7 +275,7 @@ def test_a_users_error_is_tried_three_times_and_kills_nobody():
 
 
 def test_a_refusal_by_name_is_not_tried_again():
-    error = {"code": "job", "message": "sparse gradient", "hint": ""}
+    error = {"code": "job", "message": "sparse gradient", "hint": "h"}
     assert failure(drive(running(2), Failed("node-0", 1, 0, error))[1])["code"] == "job"
 
 
