@@ -19,6 +19,7 @@ class Picture:
         note: what is under way before the first event.
         phase: in one word, such as ``starting``, ``waiting``, ``forming``, ``running`` or the state at the end.
         members: incarnations of the nodes that are there, by node.
+        saving, saved: the step whose checkpoint is being written; the event of the last one that is there, or failed.
         recent: of the last steps, ``(seconds, samples, weight)``.
     """
 
@@ -33,12 +34,15 @@ class Picture:
     members: dict[str, str] = field(default_factory=dict)
     losses: deque[float | None] = field(default_factory=lambda: deque(maxlen=CURVE))
     events: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    saving: int | None = None
+    saved: Mapping[str, Any] = field(default_factory=dict)
     recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        self.events.append(event)
         self.note = ""
         node, kind = event.get("node"), event.get("kind")
+        if kind != "checkpoint_started":  # which has a line of its own
+            self.events.append(event)
         if kind == "node_joined" and node:
             self.members[node] = str(event.get("incarnation"))
         elif kind == "node_left" and self.members.get(node or "") == str(event.get("incarnation")):
@@ -51,6 +55,13 @@ class Picture:
             self.spares = tuple(event.get("spares", ()))
         elif kind == "formed":
             self.phase = "running"
+        elif kind in ("resumed", "rollback"):
+            self.step, self.last = event.get("step", event.get("to_step", 0)), {}
+            self.saving = None
+        elif kind == "checkpoint_started":
+            self.saving = event.get("step")
+        elif kind in ("checkpoint_saved", "checkpoint_failed"):
+            self.saving, self.saved = None, event
         elif kind == "stop_requested":
             self.phase = "stopping"
         elif kind == "ended":

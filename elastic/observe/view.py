@@ -16,12 +16,12 @@ from rich.text import Text
 from elastic.observe.nodes import LABEL, node_map
 from elastic.observe.picture import Picture
 from elastic.observe.sentences import sentence
-from elastic.observe.text import clock_time, duration, number, one_line, rate, shorten, sparkline
+from elastic.observe.text import clock_time, duration, number, one_line, rate, shorten, size, sparkline
 
 Record = Mapping[str, Any]
 
 REFRESH_S = 1 / 8
-EVENT_ROWS = 5
+EVENT_ROWS = 7
 MAP_ROWS = 8
 NARROWEST = 60  # columns; below that, lines read better than a drawing
 _PHASES = {
@@ -93,10 +93,10 @@ class LiveView:
         if not picture.events:
             return Group(self._head(width))
         # Grows when the plan does and never shrinks, so that nothing below it jumps.
-        nodes = node_map(picture, width, min(MAP_ROWS, max(2, self._console.height - EVENT_ROWS - 8)))
+        nodes = node_map(picture, width, min(MAP_ROWS, max(2, self._console.height - EVENT_ROWS - 9)))
         self._map_rows = max(self._map_rows, len(nodes))
         nodes += [Text()] * (self._map_rows - len(nodes))
-        lines = [self._head(width), self._bar(width), self._loss(width), self._rates()]
+        lines = [self._head(width), self._bar(width), self._loss(width), self._rates(), self._saved()]
         lines += [Text(), *nodes, Text(), *self._events(width)]
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
@@ -152,6 +152,20 @@ class LiveView:
         while len(cells) > 1 and line.cell_len + len("   ".join(cells)) > self._console.width:
             cells.pop()
         return line.append("   ".join(cells))
+
+    def _saved(self) -> Text:
+        picture = self._picture
+        line = Text.assemble((f"{'checkpoint':{LABEL}}", "dim"))
+        last = picture.saved
+        if last.get("kind") == "checkpoint_failed":
+            line.append(f"that of step {last.get('step')} failed", "red")
+        elif last:
+            line.append(f"step {last.get('step')}, {size(float(last.get('bytes') or 0))}")
+        elif picture.saving is None:
+            line.append("–")
+        if picture.saving is not None:
+            line.append(f"{'   ' if last else ''}writing that of step {picture.saving}", "yellow")
+        return line
 
     def _events(self, width: int) -> list[Text]:
         """The last events, as many as the rows hold whole; long ones go over several rows."""

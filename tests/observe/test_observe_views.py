@@ -84,6 +84,22 @@ def test_the_whole_picture(width: int) -> None:
     assert "▁" in lines[2]
 
 
+def test_the_checkpoint_has_a_line() -> None:
+    view = LiveView(terminal(80), "gpt", 200, Clock())
+    view.event(HISTORY[0])
+    assert "checkpoint  –" in drawn(view, 80)
+    view.event(event("checkpoint_started", step=50))
+    assert "checkpoint  writing that of step 50" in drawn(view, 80)
+    view.event(event("checkpoint_saved", step=50, bytes=2048, stall_s=0.001, upload_s=0.2))
+    assert "checkpoint  step 50, 2.0 KiB" in drawn(view, 80)
+    view.event(event("checkpoint_started", step=100))
+    assert "checkpoint  step 50, 2.0 KiB   writing that of step 100" in drawn(view, 80)
+    view.event(event("checkpoint_failed", step=100, reason="the disk is full"))
+    lines = drawn(view, 80)
+    assert "checkpoint  that of step 100 failed" in lines
+    assert any("the disk is full" in line for line in lines)
+
+
 def test_before_the_first_event_there_is_one_line() -> None:
     view = LiveView(terminal(80), "gpt", 200, Clock())
     view.note("starting etcd")
