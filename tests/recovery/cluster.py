@@ -82,11 +82,53 @@ class LocalFleet:
             agent.wait()
 
 
+class Controllers:
+    """Controllers as processes, each started again when it has ended, until the job has a result; all but the leader
+    stand by."""
+
+    def __init__(self, count, endpoint, job, nodes, run_dir, fleet, over):
+        self._count, self._arguments = count, [endpoint, job, str(nodes)]
+        self._run_dir, self._fleet, self._over = run_dir, fleet, over
+        self.processes: dict[int, subprocess.Popen] = {}
+        self.named: dict[str, subprocess.Popen] = {}
+
+    def run(self):
+        """In the thread that they are children of."""
+        number = 0
+        while not self._over():
+            self._fleet.ensure()
+            for place in range(self._count):
+                process = self.processes.get(place)
+                if process is None or process.poll() is not None:
+                    number += 1
+                    name = f"controller-{number}"
+                    self.processes[place] = self.named[name] = self._start(name)
+            time.sleep(0.05)
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            process.kill()
+            process.wait()
+
+    def _start(self, name):
+        path = os.pathsep.join([str(HERE / "kill_site"), str(ROOT), *filter(None, sys.path)])
+        env = {**os.environ, "PYTHONPATH": path, "KILL_TOKENS": str(self._run_dir / "tokens")}
+        with (self._run_dir / "logs" / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.recovery.controller_process", *self._arguments, name],
+                cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+
 class Cluster:
     """``with Cluster(config, nodes, tmp_path) as cluster: cluster.wait_for(...); cluster.result(...)``."""
 
-    def __init__(self, config, nodes, run_dir):
+    def __init__(self, config, nodes, run_dir, controllers=0):
+        """With ``controllers`` there are so many, in processes of their own; else one, in this process."""
         self._config, self._nodes, self.run_dir = config, nodes, run_dir
+        self._count, self.controllers = controllers, None
         self.keys = Keys(config.name)
         self.tokens = run_dir / "tokens"
 
@@ -111,9 +153,21 @@ class Cluster:
         self.etcd.put(self.keys.spec, json.dumps(spec).encode())
         self.fleet = LocalFleet(self._server.endpoint, config.name, self._nodes, config.folder, run_dir)
         self._errors = []
-        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        work = self._run
+        if self._count:
+            self.controllers = Controllers(
+                self._count, self._server.endpoint, config.name, self._nodes, run_dir, self.fleet, self._over
+            )
+            work = self.controllers.run
+        self._closing = False
+        self._thread = threading.Thread(target=work, name="controller", daemon=True)
         self._thread.start()
         return self
+
+    def _over(self):
+        with contextlib.suppress(EtcdUnreachable):
+            return self._closing or self.etcd.get(self.keys.result) is not None
+        return self._closing
 
     def _run(self):
         """As Ray does: a controller that lost its lease or its etcd is started again, and reads everything anew."""
@@ -131,6 +185,8 @@ class Cluster:
     def __exit__(self, *_):
         story = "".join(json.dumps(event) + "\n" for event in self.events())
         (self.run_dir / "events.jsonl").write_text(story)
+        self._closing = True
+        self._thread.join(10 if self._count else 0)
         self.fleet.close()
         self._thread.join(10)
         self.etcd.close()
@@ -173,6 +229,11 @@ class Cluster:
                 raise AssertionError(f"not within {timeout_s} s; the last events:\n{story}")
             time.sleep(0.02)
         return value
+
+    def leader(self):
+        """The process that leads, by its name in etcd."""
+        kv = self.etcd.get(self.keys.leader)
+        return kv.value.decode() if kv is not None else None
 
     def request(self, name, value=b"{}"):
         self.etcd.put(self.keys.request(name), value)

@@ -69,13 +69,41 @@ def patch():
     assert dist.is_available()
 
 
+def patch_controller():
+    """``controller-before-KIND`` and ``controller-after-KIND``: around the transaction with an effect of that kind."""
+    from elastic.control.controller import Controller
+    from elastic.rendezvous import Leadership
+
+    kinds = []
+    ops, fenced = Controller._ops, Leadership.fenced
+
+    def noting(self, effect, fence):
+        kinds.append(type(effect).__name__)
+        return ops(self, effect, fence)
+
+    def dying(self, *args, **kwargs):
+        seen = list(kinds)
+        kinds.clear()
+        for kind in seen:
+            maybe_die(f"controller-before-{kind}")
+        result = fenced(self, *args, **kwargs)
+        for kind in seen:
+            maybe_die(f"controller-after-{kind}")
+        return result
+
+    Controller._ops, Leadership.fenced = noting, dying
+
+
+PATCHES = {"elastic.engine.session": patch, "elastic.control.controller": patch_controller}
+
+
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Patches once the engine has been imported."""
+    """Patches once the engine, or the controller, has been imported."""
 
     def find_spec(self, name, path, target=None):
-        if name != "elastic.engine.session":
+        if name not in PATCHES:
             return None
-        sys.meta_path.remove(self)
+        patch = PATCHES.pop(name)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         original = spec.loader.exec_module
 
