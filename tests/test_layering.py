@@ -14,7 +14,7 @@ PACKAGES = ("elastic", "checkpoint", "failure_injection")
 
 # Nothing in the first may import the second.
 UPWARD = {"checkpoint": ("elastic", "failure_injection"), "elastic": ("failure_injection",)}
-PURE = ("elastic.planning", "elastic.control.state")
+PURE = ("elastic.planning", "elastic.control.state", "elastic.control.messages", "elastic.control.outcome")
 IMPURE = ("torch", "ray", "etcd3", "os", "time", "threading")
 # These are imported nowhere else.
 HOMES = {

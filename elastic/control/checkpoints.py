@@ -14,7 +14,7 @@ from checkpoint.manifest import Part
 from checkpoint.reader import CheckpointError
 from checkpoint.store import Store, StoreError
 from elastic.config import Config
-from elastic.control import state as st
+from elastic.control import messages as ms
 from elastic.digest import combined_digest
 
 Json = dict[str, Any]
@@ -28,17 +28,17 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: Config, spec: Mapping[str, Any], answer: Callable[[st.Event], None], wall: Callable[[], float]
+        self, config: Config, spec: Mapping[str, Any], answer: Callable[[ms.Event], None], wall: Callable[[], float]
     ) -> None:
         self._config, self._generation = config, int(spec["generation"])
         self._layers = [layer["name"] for layer in spec["profile"]["layers"]]
         self._start: str = spec["start"]
         self._store = Store(spec["checkpoint_url"], config.checkpoint.storage_options)
         self._answer, self._wall = answer, wall
-        self._questions: queue.Queue[st.Claim | st.Commit | None] = queue.Queue()
+        self._questions: queue.Queue[ms.Claim | ms.Commit | None] = queue.Queue()
         threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
 
-    def ask(self, question: st.Claim | st.Commit) -> None:
+    def ask(self, question: ms.Claim | ms.Commit) -> None:
         self._questions.put(question)
 
     def close(self) -> None:
@@ -46,13 +46,13 @@ class Checkpoints:
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
-            if isinstance(question, st.Claim):
+            if isinstance(question, ms.Claim):
                 self._answer(self._claim(question))
             else:
                 self._answer(self._commit(question))
                 self._prune()
 
-    def _claim(self, claim: st.Claim) -> st.Event:
+    def _claim(self, claim: ms.Claim) -> ms.Event:
         try:
             found = survey(self._store).surviving(self._generation)
             usable = [attempt for attempt in found if attempt.manifest not in claim.damaged]
@@ -61,10 +61,10 @@ class Checkpoints:
             base = usable[0] if usable else None
             lineage = claim_lineage(self._store, self._generation, base, {"claimed": self._wall()})
         except (StoreError, CheckpointError) as error:
-            return st.NotBased(f"the checkpoint store does not answer: {error}")
-        return st.Based(st.Base(lineage, base.step, base.manifest) if base else st.Base(lineage))
+            return ms.NotBased(f"the checkpoint store does not answer: {error}")
+        return ms.Based(ms.Base(lineage, base.step, base.manifest) if base else ms.Base(lineage))
 
-    def _commit(self, question: st.Commit) -> st.Event:
+    def _commit(self, question: ms.Commit) -> ms.Event:
         attempt = Attempt(self._generation, *question.version)
         parts = [Part.from_json(saved["part"]) for saved in question.parts.values()]
         digests = {name: digest for saved in question.parts.values() for name, digest in saved["digests"].items()}
@@ -78,8 +78,8 @@ class Checkpoints:
         try:
             commit(self._store, attempt, parts, meta, self._wall())
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told and training goes on
-            return st.NotCommitted(question.version, str(error) or type(error).__name__)
-        return st.Committed(question.version, attempt.manifest)
+            return ms.NotCommitted(question.version, str(error) or type(error).__name__)
+        return ms.Committed(question.version, attempt.manifest)
 
     def _prune(self) -> None:
         try:

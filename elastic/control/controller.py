@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from elastic.config import Config
+from elastic.control import messages as ms
 from elastic.control import state as st
 from elastic.control.checkpoints import Checkpoints
 from elastic.control.outcome import Outcome, Report, Version
@@ -62,7 +63,7 @@ class Controller:
         self._keys = Keys(job)
         self._fleet, self._identity, self._clock, self._wall = fleet, identity, clock, wall
         self._etcd = Etcd(endpoints)
-        self._inbox: queue.Queue[list[st.Event]] = queue.Queue()
+        self._inbox: queue.Queue[list[ms.Event]] = queue.Queue()
         self._members: dict[str, str] = {}  # incarnation by node, as read from etcd
         self._sequence = 0
         self._done = threading.Event()
@@ -93,7 +94,7 @@ class Controller:
             lease.close()
             self._etcd.close()
 
-    def _lead(self, settings: st.Settings, leadership: Leadership) -> None:
+    def _lead(self, settings: ms.Settings, leadership: Leadership) -> None:
         listed, watch = watch_prefix(self._etcd, self._keys.root)
         with watch:
             state = self._restore(settings, listed)
@@ -106,25 +107,25 @@ class Controller:
                 try:
                     events = self._inbox.get(timeout=TICK_S)
                 except queue.Empty:
-                    events = [st.Tick()]
+                    events = [ms.Tick()]
                 for event in events:
                     state = self._step(state, event, leadership)
 
-    def _step(self, state: st.State, event: st.Event, leadership: Leadership) -> st.State:
+    def _step(self, state: st.State, event: ms.Event, leadership: Leadership) -> st.State:
         """One decision, and all its effects in one fenced transaction."""
         state, effects = st.advance(state, event, self._clock())
         if effects:
             leadership.fenced([op for effect in effects for op in self._ops(effect, leadership.fence)])
             for effect in effects:
-                if isinstance(effect, st.Claim | st.Commit):
+                if isinstance(effect, ms.Claim | ms.Commit):
                     self._checkpoints.ask(effect)
-                elif isinstance(effect, st.Release):
+                elif isinstance(effect, ms.Release):
                     self._fleet.release(effect.node)
-                elif isinstance(effect, st.Resize):
+                elif isinstance(effect, ms.Resize):
                     self._fleet.resize(effect.nodes)
         return state
 
-    def _restore(self, settings: st.Settings, listed: Iterable[KV]) -> st.State:
+    def _restore(self, settings: ms.Settings, listed: Iterable[KV]) -> st.State:
         """The state after the last plan; reports and members that are listed are applied on top of it as events."""
         newest, plans, step, starting_over, committed = 0, [], 0, False, None
         for kv in listed:
@@ -169,29 +170,29 @@ class Controller:
 
     def _call_fleet(self) -> None:
         while not self._done.is_set():
-            self._inbox.put([st.Expected(self._fleet.ensure())])
+            self._inbox.put([ms.Expected(self._fleet.ensure())])
             self._done.wait(TICK_S)
 
-    def _events_of(self, kv: KV) -> Iterable[st.Event]:
+    def _events_of(self, kv: KV) -> Iterable[ms.Event]:
         """What a written key means to the state machine."""
         parsed = self._keys.parse(kv.key)
         node = parsed.name or ""
         match parsed.kind:
             case "member":
-                member = st.Member(**json.loads(kv.value))
+                member = ms.Member(**json.loads(kv.value))
                 self._members[member.node] = member.incarnation
                 self._prober.watch(member.agent)
-                yield st.Joined(member)
+                yield ms.Joined(member)
             case "exit":
                 record = json.loads(kv.value)
                 age = self._age(record)
-                yield st.WorkerExited(node, record["incarnation"], record["code"], record["log"], age)
+                yield ms.WorkerExited(node, record["incarnation"], record["code"], record["log"], age)
             case "progress":
-                yield st.Progressed(json.loads(kv.value)["steps"][-1]["step"])
+                yield ms.Progressed(json.loads(kv.value)["steps"][-1]["step"])
             case "report":
                 yield from self._reported(node, json.loads(kv.value))
             case "looked":
-                yield st.Looked(node, **json.loads(kv.value))
+                yield ms.Looked(node, **json.loads(kv.value))
             case "save":
                 yield _saved_of(json.loads(kv.value))
             case "request":
@@ -205,61 +206,61 @@ class Controller:
         except LeaseGone:
             pass  # another controller leads, and probes by itself
         except EtcdUnreachable:
-            self._inbox.put([st.AgentGone(agent)])
+            self._inbox.put([ms.AgentGone(agent)])
 
-    def _requested(self, name: str, value: bytes) -> Iterable[st.Event]:
+    def _requested(self, name: str, value: bytes) -> Iterable[ms.Event]:
         kind, _, node = name.partition(".")
         if kind == "stop":
-            yield st.StopRequested()
+            yield ms.StopRequested()
         elif kind == "drain":
-            yield st.DrainRequested(node)
+            yield ms.DrainRequested(node)
         elif kind == "nodes":
-            yield st.SizeRequested(int(value))
+            yield ms.SizeRequested(int(value))
         elif kind == "gone":
-            yield st.AgentGone(node)
+            yield ms.AgentGone(node)
 
-    def _reported(self, node: str, report: Json) -> Iterable[st.Event]:
+    def _reported(self, node: str, report: Json) -> Iterable[ms.Event]:
         epoch = report.get("epoch", 0)
         match report["ev"]:
             case "refused":
-                yield st.Refused(node, report["reason"])
+                yield ms.Refused(node, report["reason"])
             case "frozen":
-                yield st.Frozen(node, report["incarnation"], epoch, report_of(report))
+                yield ms.Frozen(node, report["incarnation"], epoch, report_of(report))
             case "formed":
-                yield st.Formed(node, epoch, report["form_s"], report["transfer_s"])
+                yield ms.Formed(node, epoch, report["form_s"], report["transfer_s"])
             case "voted":
-                yield st.Voted(node, epoch, report["pause_s"], report["step_s"], report["at"])
+                yield ms.Voted(node, epoch, report["pause_s"], report["step_s"], report["at"])
             case "end":
-                yield st.RankEnded(
+                yield ms.RankEnded(
                     node, epoch, report["kind"], report["step"], report["reason"], report["loss"],
                     report["digests"], report["ledger"],
                 )  # fmt: skip
             case "error":
-                yield st.Failed(node, epoch, report["step"], report["error"], self._age(report))
+                yield ms.Failed(node, epoch, report["step"], report["error"], self._age(report))
             case "broken":
-                yield st.Broken(node, epoch, report["reason"], self._age(report))
+                yield ms.Broken(node, epoch, report["reason"], self._age(report))
             case "unreadable":
-                yield st.Unreadable(node, epoch, report["manifest"], report["reason"])
+                yield ms.Unreadable(node, epoch, report["manifest"], report["reason"])
 
     def _age(self, record: Json) -> float:
         return max(0.0, self._wall() - float(record["at"]))
 
-    def _gone(self, key: str) -> Iterable[st.Event]:
+    def _gone(self, key: str) -> Iterable[ms.Event]:
         parsed = self._keys.parse(key)
         if parsed.kind == "member" and parsed.name in self._members:
-            yield st.Left(parsed.name, self._members.pop(parsed.name))
+            yield ms.Left(parsed.name, self._members.pop(parsed.name))
 
-    def _ops(self, effect: st.Effect, fence: int) -> Iterable[Op]:
+    def _ops(self, effect: ms.Effect, fence: int) -> Iterable[Op]:
         match effect:
-            case st.Freeze(epoch) | st.Current(epoch):
+            case ms.Freeze(epoch) | ms.Current(epoch):
                 yield Put(self._keys.epoch, str(epoch).encode())
-            case st.Claim():
+            case ms.Claim():
                 yield Put(self._keys.starting_over, b"")
-            case st.Commit(version, parts):  # from here on this leader alone may commit it
+            case ms.Commit(version, parts):  # from here on this leader alone may commit it
                 yield Put(self._keys.intent, json.dumps({"version": version, "writers": sorted(parts)}).encode())
-            case st.Record(kind, data):
+            case ms.Record(kind, data):
                 yield self._event(kind, data)
-            case st.Publish(epoch, plan, reason=reason):
+            case ms.Publish(epoch, plan, reason=reason):
                 yield Put(self._keys.plan(epoch), json.dumps(record_of(effect, fence)).encode())
                 if effect.base is not None:
                     yield Delete(self._keys.starting_over)
@@ -267,14 +268,14 @@ class Controller:
                 yield self._event(
                     "plan", {"epoch": epoch, "pipelines": pipelines, "spares": list(plan.spares), "reason": reason}
                 )
-            case st.Look(number):
+            case ms.Look(number):
                 yield Put(self._keys.look, str(number).encode())
-            case st.Kill(node, incarnation):
+            case ms.Kill(node, incarnation):
                 yield Put(self._keys.request(f"kill.{node}"), incarnation.encode())
-            case st.Release(node):
+            case ms.Release(node):
                 yield Put(self._keys.request(f"release.{node}"), self._members.get(node, "").encode())
                 yield Delete(self._keys.request(f"drain.{node}"))
-            case st.Finish(result):
+            case ms.Finish(result):
                 yield Put(self._keys.result, json.dumps(result).encode())
 
     def _event(self, kind: str, data: Any) -> Put:
@@ -283,7 +284,7 @@ class Controller:
         return Put(self._keys.event(record["seq"]), json.dumps(record).encode())
 
 
-def record_of(publish: st.Publish, fence: int) -> Json:
+def record_of(publish: ms.Publish, fence: int) -> Json:
     """A plan as it stands in etcd, and as workers get it."""
     ranks = {place.node: place.rank for place in publish.plan.ranks()}
     first = min(ranks, key=lambda node: ranks[node])
@@ -311,17 +312,17 @@ def record_of(publish: st.Publish, fence: int) -> Json:
     }
 
 
-def publish_of(record: Json) -> st.Publish:
+def publish_of(record: Json) -> ms.Publish:
     """The inverse of `record_of`, for a controller that starts again."""
     outcome = record["outcome"]
-    return st.Publish(
+    return ms.Publish(
         epoch=record["epoch"],
         plan=Plan.from_json(record["plan"]),
-        members={name: st.Member(**member) for name, member in record["members"].items()},
+        members={name: ms.Member(**member) for name, member in record["members"].items()},
         outcome=None if outcome is None else Outcome(**outcome),
         version=None if record["version"] is None else tuple(record["version"]),
         lineage=record["lineage"],
-        base=None if record["base"] is None else st.Base(**record["base"]),
+        base=None if record["base"] is None else ms.Base(**record["base"]),
         sources={
             node: {int(layer): tuple(nodes) for layer, nodes in layers.items()}
             for node, layers in record["source_nodes"].items()
@@ -332,11 +333,11 @@ def publish_of(record: Json) -> st.Publish:
     )
 
 
-def _saved_of(message: Json) -> st.Event:
+def _saved_of(message: Json) -> ms.Event:
     version = version_of(message["version"])
     if message["ev"] == "unsaved":
-        return st.NotSaved(message["writer"], version, message["reason"])
-    return st.Saved(message["writer"], version, message)
+        return ms.NotSaved(message["writer"], version, message["reason"])
+    return ms.Saved(message["writer"], version, message)
 
 
 def version_of(value: Sequence[int]) -> Version:
@@ -357,10 +358,10 @@ def report_of(report: Json) -> Report:
     )
 
 
-def settings_of(config: Config, spec: Json) -> st.Settings:
+def settings_of(config: Config, spec: Json) -> ms.Settings:
     """The state machine's settings from the job's config and what the inspection found."""
     profile = ModelProfile.from_json(spec["profile"])
-    return st.Settings(
+    return ms.Settings(
         profile=profile,
         layers=tuple(layer.name for layer in profile.layers),
         microbatches=config.train.microbatches,

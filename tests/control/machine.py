@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control.outcome import Report
-from elastic.control.state import (
+from elastic.control.messages import (
     Base,
     Based,
     Claim,
@@ -20,11 +19,10 @@ from elastic.control.state import (
     Record,
     Saved,
     Settings,
-    State,
     Voted,
-    advance,
-    ranked,
 )
+from elastic.control.outcome import Report
+from elastic.control.state import State, advance, ranked
 from elastic.planning import LayerProfile, ModelProfile
 
 LAYERS = ("embed", "a", "b", "head")

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control.outcome import Version
-from elastic.control.state import (
+from elastic.control.messages import (
     AgentGone,
     Broken,
     Current,
@@ -41,14 +40,13 @@ from elastic.control.state import (
     Release,
     Resize,
     SizeRequested,
-    State,
     StopRequested,
     Tick,
     Voted,
     WorkerExited,
-    advance,
-    ranked,
 )
+from elastic.control.outcome import Version
+from elastic.control.state import State, advance, ranked
 from tests.control.machine import LAYERS, answered, end, frozen, layers_of, member, settings
 
 GOLDEN = Path(__file__).parent / "golden"

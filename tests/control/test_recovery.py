@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.state import (
+from elastic.control.messages import (
     AgentGone,
     Broken,
     Current,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control.state import (
+from elastic.control.messages import (
     Broken,
     Expected,
     Failed,
@@ -12,11 +12,11 @@ from elastic.control.state import (
     Left,
     Publish,
     Refused,
-    State,
     StopRequested,
     Tick,
     WorkerExited,
 )
+from elastic.control.state import State
 from elastic.digest import combined_digest
 from tests.control.machine import LAYERS, drive, end, failure, kinds, member, only, published, running, settings
 

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, strategies
 from hypothesis import settings as profile
 
-from elastic.control.state import Frozen, advance
+from elastic.control.messages import Frozen
+from elastic.control.state import advance
 from tests.control.world import Shape, Violation, explore, play
 
 EXAMPLES = int(os.environ.get("STATEFUL_EXAMPLES", "1000"))

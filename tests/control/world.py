@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.control.outcome import Report, Version
-from elastic.control.state import (
+from elastic.control.messages import (
     AgentGone,
     Base,
     Based,
@@ -49,15 +48,14 @@ from elastic.control.state import (
     Release,
     Saved,
     SizeRequested,
-    State,
     StopRequested,
     Tick,
     Unreadable,
     Voted,
     WorkerExited,
-    advance,
-    ranked,
 )
+from elastic.control.outcome import Report, Version
+from elastic.control.state import State, advance, ranked
 from tests.control.machine import LAYERS, settings
 
 Action = tuple[Any, ...]

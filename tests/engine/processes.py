@@ -9,8 +9,8 @@ from pathlib import Path
 
 from elastic.config import config_from
 from elastic.control.controller import record_of, report_of
+from elastic.control.messages import Base, Member, Publish
 from elastic.control.outcome import decide, holdings, version_after
-from elastic.control.state import Base, Member, Publish
 from elastic.digest import combined_digest
 from elastic.engine.inspection import inspect_job
 from elastic.engine.launch import Mailbox, WorkerProcess
