@@ -96,7 +96,7 @@ def _checkpoint_saved(event: Event) -> str:
     stall, upload = event["stall_s"] * 1e3, event["upload_s"]
     return (
         f"checkpoint of step {event['step']} saved: {size(event['bytes'])} in {upload:.2f} s,"
-        f" training waited {stall:.0f} ms"
+        f" stalled for {stall:.0f} ms"
     )
 
 

@@ -48,7 +48,7 @@ PLAN = {
         ({"kind": "resumed", "lineage": 1, "manifest": "m", "step": 50}, "resumes from the checkpoint of step 50"),
         (
             {"kind": "checkpoint_saved", "step": 50, "bytes": 99620, "stall_s": 0.0014, "upload_s": 0.25},
-            "checkpoint of step 50 saved: 97.3 KiB in 0.25 s, training waited 1 ms",
+            "checkpoint of step 50 saved: 97.3 KiB in 0.25 s, stalled for 1 ms",
         ),
         (
             {"kind": "checkpoint_failed", "step": 50, "reason": "the disk is full"},
