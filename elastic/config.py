@@ -203,6 +203,7 @@ class Detection(_Section):
     progress: Annotated[float | Literal["auto"], BeforeValidator(_progress)] = "auto"
     rollback_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 15.0
     orphan_s: Positive = 300.0
+    quarantine: bool = True
 
 
 class Config(_Section):

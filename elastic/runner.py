@@ -317,10 +317,16 @@ def _live_status(etcd: Etcd, keys: Keys, job: str) -> Json:
     by_kind: dict[str, list[Json]] = {}
     for kv in listed:
         kind = keys.parse(kv.key).kind
-        if kind in ("member", "plan", "progress", "result"):
+        if kind in ("member", "plan", "progress", "result", "event"):
             by_kind.setdefault(kind, []).append(json.loads(kv.value))
     plan = by_kind.get("plan", [None])[-1]
     progress = by_kind.get("progress", [{"steps": []}])[-1]
+    quarantined = set()
+    for event in by_kind.get("event", []):
+        if event["kind"] == "quarantined":
+            quarantined.add(event["node"])
+        elif event["kind"] == "quarantine_over":
+            quarantined.discard(event["node"])
     nodes = []
     for member in sorted(by_kind.get("member", []), key=lambda one: str(one["node"])):
         workers = []
@@ -344,6 +350,8 @@ def _live_status(etcd: Etcd, keys: Keys, job: str) -> Json:
                         )
                     rank += 1
         state = "active" if planned else ("spare" if plan else "joining")
+        if not planned and member["node"] in quarantined:
+            state = "quarantined"
         nodes.append(
             {
                 "id": member["node"],

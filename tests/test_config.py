@@ -389,7 +389,8 @@ def test_a_wrong_value(key: str, value: object, message: str) -> None:
         (
             "detection",
             "{x: 1}",
-            "known keys: detection.lease_s, detection.progress, detection.rollback_after_s, detection.orphan_s",
+            "known keys: detection.lease_s, detection.progress, detection.rollback_after_s, detection.orphan_s,"
+            " detection.quarantine",
         ),
     ],
 )

@@ -11,7 +11,9 @@ import typer
 
 from elastic.errors import UsageError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Grow, shrink and drain a running job.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Grow, shrink and drain a running job; end quarantines."
+)
 Job = Annotated[str | None, typer.Option("--job", help="Name of the job; the newest run by default.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's folder.")]
 
@@ -47,6 +49,20 @@ def drain(
     """
     _request(job, run_dir, f"drain.{node}", b"{}", node)
     print(f"asked {node} to hand over its work", file=sys.stderr)
+
+
+@app.command()
+def release(
+    node: Annotated[str, typer.Argument(help="Id of the node, as `elastic status` shows it.")],
+    job: Job = None,
+    run_dir: RunDir = None,
+) -> None:
+    """End the quarantine of a node that had failed again and again; it is taken in at the next voted step.
+
+    Example: elastic nodes release node-2
+    """
+    _request(job, run_dir, f"unquarantine.{node}", b"{}", node)
+    print(f"asked for {node} to be taken in", file=sys.stderr)
 
 
 def _request(job: str | None, run_dir: Path | None, name: str, value: bytes, node: str = "") -> None:

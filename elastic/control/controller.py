@@ -214,6 +214,8 @@ class Controller:
             yield ms.StopRequested()
         elif kind == "drain":
             yield ms.DrainRequested(node)
+        elif kind == "unquarantine":
+            yield ms.ReleaseRequested(node)
         elif kind == "nodes":
             yield ms.SizeRequested(int(value))
         elif kind == "gone":
@@ -370,5 +372,6 @@ def settings_of(config: Config, spec: Json) -> ms.Settings:
         min_nodes=config.cluster.min_nodes,
         exact=config.train.reduction == "exact",
         rollback_after_s=config.detection.rollback_after_s,
+        quarantine=config.detection.quarantine,
         progress_s=None if config.detection.progress == "auto" else config.detection.progress,
     )

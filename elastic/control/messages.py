@@ -23,6 +23,7 @@ class Settings:
         form_s: bound for connecting, once all ranks have met; doubled after each epoch that did not form.
         rollback_after_s: how long holders that may still live are waited for.
         suspect_s: a member whose lease has expired is excluded after this long without an announced step.
+        quarantine: whether a node that fails again and again is left out for a while.
         progress_s: without an announced step for so long, all workers are looked at; ``None`` learns it from the steps.
     """
 
@@ -40,6 +41,7 @@ class Settings:
     rollback_after_s: float = 15.0
     suspect_s: float = 5.0
     progress_s: float | None = None
+    quarantine: bool = False
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
+class ReleaseRequested:
+    """The node's quarantine is to end."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class SizeRequested:
     """A local run is to have this many nodes; those above leave as by a drain, those missing are started elsewhere."""
 
@@ -312,6 +321,7 @@ Event = (
     | NotCommitted
     | StopRequested
     | DrainRequested
+    | ReleaseRequested
     | SizeRequested
     | Tick
 )

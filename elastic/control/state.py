@@ -51,6 +51,7 @@ from elastic.control.messages import (
     Record,
     Refused,
     Release,
+    ReleaseRequested,
     Resize,
     Saved,
     Settings,
@@ -81,6 +82,10 @@ SLACK_S = 5.0  # and this much on top
 FORMING_S = 10.0  # after which it is looked whether all processes run
 UNKNOWN_S = 60.0  # as long as nothing is known of how long a step takes
 ANSWER_S = 5.0  # an agent that has not said by then what its worker does is left to its lease
+FLAPS = 3  # failures of a node
+FLAPPING_S = 120.0  # within so long put it into quarantine,
+QUARANTINE_S = 30.0  # at first for so long, then twice as long each time,
+LONGEST_S = 1800.0  # and this at most
 CLAIM_AGAIN_S = 3.0  # after the checkpoint store has not answered
 MAX_BROKEN = 5  # epochs in a row that break although nobody died
 
@@ -116,6 +121,8 @@ class State:
         look, looking_since, looked: the number of the last look at all workers, since when it is under way, if it is,
             and the answers, by node; when the one before was over.
         hung: incarnations that were found to hang, and since when.
+        failures: of each node, lately; ``quarantined``: nodes that are left out, and until when; ``quarantines``: how
+            often each was.
         measured: the last switch whose pause has been recorded.
         size: how many nodes were asked for since the start, if any.
         starting_over: nobody holds every layer: the next plan starts from a `Base`, even if holders come back.
@@ -166,6 +173,9 @@ class State:
     looked: Mapping[str, Looked] = field(default_factory=dict)
     looked_at: float = 0.0
     hung: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    quarantined: Mapping[str, float] = field(default_factory=dict)
+    quarantines: Mapping[str, int] = field(default_factory=dict)
     measured: int = 0
     size: int | None = None
     stop: bool = False
@@ -236,6 +246,9 @@ def advance(state: State, event: Event, now: float) -> Result:
             return _stop_requested(state)
         case DrainRequested(node):
             return _drain_requested(state, node, now)
+        case ReleaseRequested(node):
+            state, effects = _over(state, {node} & state.quarantined.keys(), "it was asked for")
+            return _progress(state, now, effects)
         case SizeRequested(nodes):
             return _size_requested(state, nodes, now)
         case Tick():
@@ -373,12 +386,48 @@ def _lose(state: State, member: Member, cause: str, at: float, now: float, *, pr
         suspects={node: at for node, at in state.suspects.items() if node != member.node},
     )
     effects: list[Effect] = [Record("node_left", data)]
+    if state.settings.quarantine and not (state.stop or state.ends):
+        state, more = _flapped(state, member.node, now)
+        effects += more
     if _needed(state, member):
         loss = Loss(cause, member.node, member.incarnation, at)
         state = replace(state, losses=(*state.losses, loss))
         state, more = _open(state, now)
         effects += more
     return state, effects
+
+
+def _flapped(state: State, node: str, now: float) -> Result:
+    """Counts a failure, and leaves a node out for a while that fails again and again: each time costs all others."""
+    lately = tuple(at for at in state.failures.get(node, ()) if now - at < FLAPPING_S)
+    lately = (*lately, now)
+    if len(lately) < FLAPS:
+        return replace(state, failures={**state.failures, node: lately}), []
+    times = state.quarantines.get(node, 0)
+    for_s = min(LONGEST_S, QUARANTINE_S * 2.0**times)
+    state = replace(
+        state,
+        failures=_without(state.failures, node),
+        quarantined={**state.quarantined, node: now + for_s},
+        quarantines={**state.quarantines, node: times + 1},
+    )
+    return state, [Record("quarantined", {"node": node, "failures": len(lately), "for_s": for_s})]
+
+
+def _over(state: State, nodes: Iterable[str], reason: str) -> Result:
+    """Ends quarantines."""
+    effects: list[Effect] = []
+    for node in nodes:
+        state = replace(state, quarantined=_without(state.quarantined, node))
+        effects.append(Record("quarantine_over", {"node": node, "reason": reason}))
+    return state, effects
+
+
+def _usable(state: State) -> list[Node]:
+    """The nodes that a plan may use."""
+    return [
+        Node(node) for node in sorted(state.members) if node not in state.draining and node not in state.quarantined
+    ]
 
 
 def _needed(state: State, member: Member) -> bool:
@@ -468,6 +517,9 @@ def _frozen(state: State, event: Frozen, now: float) -> Result:
 def _progress(state: State, now: float, effects: list[Effect] | None = None) -> Result:
     """Does whatever has become possible: start, decide, or take joiners and drains into the next plan."""
     effects = effects or []
+    due = sorted(node for node, until in state.quarantined.items() if until <= now)
+    state, more = _over(state, due, "it is time")
+    effects = effects + more
     if state.phase == "waiting":
         if state.epoch == 0 and not _may_start(state, now):
             return state, effects
@@ -532,7 +584,7 @@ def _decide(state: State, now: float, effects: list[Effect]) -> Result:
         told = last.version if last is not None else None
         version = version_after(reports, outcome, lineage, settings.exact, told)
         held = dict(holdings(live, outcome, version, lineage))
-    usable = [Node(node) for node in sorted(state.members) if node not in state.draining]
+    usable = _usable(state)
     try:
         if len(usable) < settings.min_nodes:
             raise TooFewNodes(
@@ -550,6 +602,9 @@ def _decide(state: State, now: float, effects: list[Effect]) -> Result:
             if not (other := _found(state, usable, again)).missing:
                 outcome, version, found = void, before, other
     except TooFewNodes as error:
+        if left_out := sorted(state.quarantined.keys() & state.members.keys()):
+            state, more = _over(state, left_out, "it is needed")
+            return _decide(state, now, [*effects, *more])
         if len(usable) < len(state.members) and _enough(state):
             refused = Record("drain_refused", {"nodes": sorted(state.draining), "reason": error.message})
             return _decide(replace(state, draining=frozenset()), now, [*effects, refused])
@@ -777,7 +832,7 @@ def _switch(state: State, now: float, effects: list[Effect]) -> Result:
     joiners = sorted(
         node
         for node, member in state.members.items()
-        if node not in state.draining and published.members.get(node, None) != member
+        if node not in state.draining and node not in state.quarantined and published.members.get(node, None) != member
     )
     leaving = sorted(state.draining & ranked(published))
     if not joiners and not leaving:
@@ -791,7 +846,7 @@ def _switch(state: State, now: float, effects: list[Effect]) -> Result:
         for pipeline in published.plan.pipelines
         for stage in pipeline.stages
     }
-    usable = [Node(node) for node in sorted(state.members) if node not in state.draining]
+    usable = _usable(state)
     try:
         found = reconfigure(
             settings.profile,

@@ -113,6 +113,15 @@ def _hung(event: Event) -> str:
     return f"{event['node']} hangs: no step for {event['for_s']:.1f} s, it {state} at: {event['what']}"
 
 
+def _quarantined(event: Event) -> str:
+    times = plural(event["failures"], "time")
+    return f"{event['node']} failed {times} lately and is left out for {event['for_s']:.0f} s"
+
+
+def _quarantine_over(event: Event) -> str:
+    return f"{event['node']} may be used again: {event['reason']}"
+
+
 def _standstill(event: Event) -> str:
     return f"no step for {event['for_s']:.1f} s though all nodes wait for each other: they form again"
 
@@ -183,6 +192,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "checkpoint_rejected": _checkpoint_rejected,
     "hung": _hung,
     "standstill": _standstill,
+    "quarantined": _quarantined,
+    "quarantine_over": _quarantine_over,
     "reconfigured": _reconfigured,
     "spare": _spare,
     "draining": _draining,

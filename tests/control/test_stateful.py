@@ -37,6 +37,7 @@ def shape_of(seed: int) -> Shape:
         exact=pick.random() < 0.6,
         redo=frozenset(step for step in range(9) if pick.random() < 0.15),
         skip=frozenset(step for step in range(9) if pick.random() < 0.1),
+        quarantine=pick.random() < 0.5,
     )
 
 

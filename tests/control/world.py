@@ -87,6 +87,7 @@ class Shape:
     redo: frozenset[int] = frozenset()
     skip: frozenset[int] = frozenset()
     errors: int = 2
+    quarantine: bool = False
     every: int = 2  # steps from checkpoint to checkpoint
 
     def settings(self) -> Any:
@@ -96,6 +97,7 @@ class Shape:
             min_nodes=self.min_nodes,
             exact=self.exact,
             progress_s=8.0,
+            quarantine=self.quarantine,
         )
 
 

@@ -27,6 +27,7 @@ KINDS = ["Freeze", "Publish", "Current", "Commit"]
 def config_with(every=20):
     config = small_config({"slow": 0.004}, steps=10**6).to_dict()
     config["checkpoint"]["every"] = every
+    config["detection"]["quarantine"] = False
     return Config.from_dict(config)
 
 

@@ -51,6 +51,7 @@ def test_a_kill_in_every_phase_leaves_the_digest(tmp_path, seed, nodes, stages):
     profile = inspect_job(load(small_config()), small_config().train).profile
     config["cluster"]["device_memory"] = None if stages == 1 else memory_for(profile, stages)
     config["checkpoint"]["every"] = 10
+    config["detection"]["quarantine"] = False
     with Cluster(Config.from_dict(config), nodes, tmp_path / "run") as cluster:
         kills = storm(cluster, phases, nodes)
         cluster.request("stop")
