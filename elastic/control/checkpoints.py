@@ -49,8 +49,9 @@ class Checkpoints:
             if isinstance(question, ms.Claim):
                 self._answer(self._claim(question))
             else:
-                self._answer(self._commit(question))
-                self._prune()
+                done = self._commit(question)
+                self._prune()  # first: with the last answer the job, and this process, may end
+                self._answer(done)
 
     def _claim(self, claim: ms.Claim) -> ms.Event:
         try:

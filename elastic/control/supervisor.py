@@ -50,7 +50,7 @@ class Supervisor:
         self._files, self._say = RunFiles(run_dir), say
         self._config, self._inbox = config, inbox
         self._keys = Keys(config.name)
-        self._temp = Path(tempfile.mkdtemp(prefix="elastic-", dir=short_temp_dir()))
+        self._temp = Path()
         self._server: EtcdServer | None = None
         self._etcd: Etcd | None = None
         self._ray: Any = None
@@ -62,8 +62,9 @@ class Supervisor:
 
     def run(self) -> Json:
         """The result document of the run. Everything that was started is ended when this returns or raises."""
-        record = {"temp_dir": str(self._temp), "supervisor": os.getpid(), "job": self._config.name}
         try:
+            self._temp = Path(tempfile.mkdtemp(prefix="elastic-", dir=short_temp_dir()))
+            record = {"temp_dir": str(self._temp), "supervisor": os.getpid(), "job": self._config.name}
             self._files.write_run(record)
             endpoints = self._start_etcd()
             self._etcd = Etcd(endpoints)
@@ -102,7 +103,7 @@ class Supervisor:
             ) from error
 
     def _start_local(self) -> None:
-        for tries_left in (1, 0):
+        for tries_left in (2, 1, 0):
             try:
                 self._ray.init(
                     address="local",
@@ -293,7 +294,8 @@ class Supervisor:
         if self._server is not None:
             self._server.stop()
         end_descendants()
-        shutil.rmtree(self._temp, ignore_errors=True)
+        if self._temp.name:
+            shutil.rmtree(self._temp, ignore_errors=True)
         self._files.forget_run()
 
     def _end_agents(self) -> None:

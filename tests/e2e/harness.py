@@ -16,7 +16,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 COMMAND = str(Path(sys.executable).with_name("elastic"))
-RUN_S = 120  # for any command here, on a busy machine
+RUN_S = 180  # for any command here, on a busy machine
 
 DOCUMENT_KEYS = {
     "job", "state", "step", "loss", "params_digest", "generation", "resumed_from", "steps_trained", "samples",

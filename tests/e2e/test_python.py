@@ -35,7 +35,7 @@ class Watcher:
 config = {"name": "linear", "job": "linear.py:job", "train": {"steps": 3, "global_batch": 4, "microbatch": 2}}
 document = elastic.run(config, set=["cluster.nodes=2"], watcher=Watcher())
 try:
-    elastic.run(config, set=["job=linear.py:nothing"])
+    elastic.run({**config, "name": "other"}, set=["job=linear.py:nothing"])
 except elastic.ElasticError as error:
     document["second"] = error.as_json()
 print(json.dumps({**document, "seen": seen}))
