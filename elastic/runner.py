@@ -361,13 +361,13 @@ def _live_status(etcd: Etcd, keys: Keys, job: str) -> Json:
                 "workers": workers,
             }
         )
-    steps = progress["steps"]
+    steps, version = progress["steps"], plan["version"] if plan else None
     ended = by_kind.get("result", [None])[-1]
     return {
         "job": job,
         "state": ended["state"] if ended else ("running" if plan else "waiting"),
         "epoch": plan["epoch"] if plan else 0,
-        "step": steps[-1]["step"] if steps else (plan["step"] if plan else 0),
+        "step": steps[-1]["step"] if steps else (version[1] if version else 0),
         "nodes": nodes,
     }
 

@@ -186,7 +186,7 @@ class Agent:
             self._frozen, fresh = max(self._frozen, record["epoch"]), record["epoch"] >= self._frozen
             mine = record["members"].get(self._spec.node)
             if record["base"] is not None:
-                self._steps = []  # they are undone
+                self._steps, self._untold = [], False  # they are undone
             if fresh and mine is not None and mine["incarnation"] == self._incarnation:
                 self._send({"op": "form", **record, "node": self._spec.node})
         elif parsed.kind == "look":

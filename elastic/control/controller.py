@@ -142,7 +142,7 @@ class Controller:
             elif parsed.kind == "epoch":
                 newest = int(kv.value)
             elif parsed.kind == "progress":
-                step = json.loads(kv.value)["steps"][-1]["step"]
+                step = max((record["step"] for record in json.loads(kv.value)["steps"]), default=0)
         state = st.State(
             settings, changed_at=self._clock(), step=step, progressed_at=self._clock(), committed=committed,
             starting_over=starting_over,
@@ -188,7 +188,9 @@ class Controller:
                 age = self._age(record)
                 yield ms.WorkerExited(node, record["incarnation"], record["code"], record["log"], age)
             case "progress":
-                yield ms.Progressed(json.loads(kv.value)["steps"][-1]["step"])
+                steps = json.loads(kv.value)["steps"]
+                if steps:
+                    yield ms.Progressed(steps[-1]["step"])
             case "report":
                 yield from self._reported(node, json.loads(kv.value))
             case "looked":
