@@ -63,7 +63,7 @@ class Controller:
         self._keys = Keys(job)
         self._fleet, self._identity, self._clock, self._wall = fleet, identity, clock, wall
         self._etcd = Etcd(endpoints)
-        self._inbox: queue.Queue[list[ms.Event]] = queue.Queue()
+        self._inbox: queue.Queue[Sequence[ms.Event] | Exception] = queue.Queue()
         self._members: dict[str, str] = {}  # incarnation by node, as read from etcd
         self._sequence = 0
         self._done = threading.Event()
@@ -107,7 +107,9 @@ class Controller:
                 try:
                     events = self._inbox.get(timeout=TICK_S)
                 except queue.Empty:
-                    events = [ms.Tick()]
+                    events = (ms.Tick(),)
+                if isinstance(events, Exception):
+                    raise events
                 for event in events:
                     state = self._step(state, event, leadership)
 
@@ -163,10 +165,13 @@ class Controller:
         return state
 
     def _follow(self, watch: Watch) -> None:
-        while not watch.closed:
-            for event in watch.get(timeout_s=1.0):
-                found = self._events_of(event.kv) if event.kind == "put" else self._gone(event.kv.key)
-                self._inbox.put(list(found))
+        try:
+            while not watch.closed:
+                for event in watch.get(timeout_s=1.0):
+                    found = self._events_of(event.kv) if event.kind == "put" else self._gone(event.kv.key)
+                    self._inbox.put(list(found))
+        except Exception as error:  # noqa: BLE001 - a controller that hears nothing must not go on to lead
+            self._inbox.put(error)
 
     def _call_fleet(self) -> None:
         while not self._done.is_set():

@@ -9,7 +9,7 @@ import pytest
 from elastic.control.controller import Controller, record_of
 from elastic.control.messages import Base, Progressed, Publish
 from elastic.planning import Node, make_plan
-from elastic.rendezvous import KV, Etcd, Keys
+from elastic.rendezvous import KV, Etcd, Keys, watch_prefix
 from elastic.rendezvous.server import EtcdServer
 from elastic.runner import _live_status
 from tests.control.machine import member, settings
@@ -58,3 +58,16 @@ def test_status_between_a_plan_and_its_first_step_is_where_the_plan_starts(etcd)
     assert [(node["id"], node["state"]) for node in status["nodes"]] == [("node-0", "active")]
     client.put(keys.progress, json.dumps({"epoch": 3, "steps": [{"step": 51}]}).encode())
     assert _live_status(client, keys, "job")["step"] == 51
+
+
+def test_what_cannot_be_understood_ends_the_controller_instead_of_its_hearing(etcd):
+    server, client = etcd
+    keys = Keys("job")
+    controller = Controller([server.endpoint], "job", None, "controller-1")
+    _, watch = watch_prefix(client, keys.root)
+    client.put(keys.progress, b"{not json")
+    controller._follow(watch)
+    assert isinstance(controller._inbox.get_nowait(), ValueError)
+    watch.close()
+    controller._prober.close()
+    controller._etcd.close()
