@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -129,7 +130,7 @@ def _root(
 ) -> None:
     """Train PyTorch models on machines that come and go.
 
-    Start with: elastic run configs/gpt-tiny.yaml
+    Start with: elastic init my_job
     """
 
 
@@ -140,9 +141,7 @@ def init(
 ) -> None:
     """Write a small job and its config to start from.
 
-    Example:
-
-        elastic init my_job && elastic run my_job/job.yaml
+    Example: elastic init my_job
     """
     from elastic.scaffold import scaffold
 
@@ -152,8 +151,10 @@ def init(
         return
     console = _stdout()
     for path in written:
-        console.print(f"wrote {path}", markup=False)
-    console.print(f"\nnext:  elastic run {written[1]}\nthen:  kill a node of it, or change {written[0]}", markup=False)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    config = shlex.quote(str(written[1]))
+    console.print(f"\nnext:             elastic run {config}", markup=False, soft_wrap=True)
+    console.print(f"while it trains:  elastic status --job {folder.resolve().name}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -169,17 +170,18 @@ def doctor(
 ) -> None:
     """Check whether this machine can run jobs, and say what to do where it cannot.
 
-    Example:
-
-        elastic doctor --store s3://bucket/run
+    Example: elastic doctor --store s3://bucket/run
     """
     from elastic.doctor import document, examine
     from elastic.observe.tables import doctor_report
 
+    example = "example: --store s3://bucket/run --option endpoint_url=http://127.0.0.1:9000"
+    if options and store is None:
+        raise UsageError("--option is for the file system of --store", example)
     pairs = [option.partition("=") for option in options]
-    if any(not separator for _, separator, _ in pairs):
-        raise UsageError("--option must be KEY=VALUE", "example: --option endpoint_url=http://127.0.0.1:9000")
-    findings = examine(store, {key: value for key, _, value in pairs})
+    if not all(key and separator for key, separator, _ in pairs):
+        raise UsageError("--option must be KEY=VALUE", example)
+    findings = examine(store, {key: _json_or_text(value) for key, _, value in pairs})
     _print_json(document(findings)) if as_json else _stdout().print(doctor_report(findings))
     raise typer.Exit(0 if document(findings)["fit"] else 1)
 
@@ -190,7 +192,7 @@ def run(
     overrides: Overrides = [],  # noqa: B006 - typer copies it
     detach: Annotated[bool, typer.Option("--detach", help="Return once training has begun; it goes on.")] = False,
     resume: Annotated[
-        str, typer.Option(metavar="auto|never|STEP", help="Go on from the newest snapshot, none, or that of a step.")
+        str, typer.Option(metavar="auto|never|STEP", help="Go on from the newest checkpoint, none, or that of a step.")
     ] = "auto",
     run_dir: RunDir = None,
     as_json: AsJson = False,
@@ -199,9 +201,7 @@ def run(
 
     Ctrl-C stops it after the step under way, a second Ctrl-C at once.
 
-    Example:
-
-        elastic run configs/gpt-bytes.yaml --set train.steps=20
+    Example: elastic run configs/gpt-bytes.yaml --set train.steps=20
     """
     from elastic.config import load_config
     from elastic.observe.view import view_for
@@ -224,9 +224,7 @@ def run(
 def status(job: JobName = None, run_dir: RunDir = None, as_json: AsJson = False) -> None:
     """Show what a run is doing: its step, its nodes, and who computes which layers.
 
-    Example:
-
-        elastic status --job gpt-bytes
+    Example: elastic status --job gpt-bytes
     """
     from elastic.observe.tables import status_report
     from elastic.runfiles import find_run
@@ -245,9 +243,7 @@ def events(
 ) -> None:
     """List what was decided in a run, and why.
 
-    Example:
-
-        elastic events --follow
+    Example: elastic events --follow
     """
     from elastic.observe.sentences import sentence
     from elastic.observe.summary import finite
@@ -282,9 +278,7 @@ def stop(
 ) -> None:
     """Stop a run after the step under way, and wait for its end.
 
-    Example:
-
-        elastic stop --job gpt-bytes
+    Example: elastic stop --job gpt-bytes
     """
     from elastic.runfiles import find_run
     from elastic.runner import request_stop
@@ -302,9 +296,7 @@ def plan(
 ) -> None:
     """Show how a job would be laid out on N nodes; needs no cluster.
 
-    Example:
-
-        elastic plan configs/gpt-bytes-pipeline.yaml --nodes 5 --set cluster.device_memory=16MiB
+    Example: elastic plan configs/gpt-bytes-pipeline.yaml --nodes 5
     """
     from elastic.config import load_config
     from elastic.engine.inspection import inspect_job
@@ -317,6 +309,13 @@ def plan(
         job = load_job(loaded.job, loaded.params, loaded.train.seed, loaded.folder)
     document = plan_document(loaded, inspect_job(job, loaded.train).profile, nodes)
     _print_json(document) if as_json else _stdout().print(plan_report(document))
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def _finish(document: dict[str, Any], as_json: bool, path: Path | str, seconds: float | None = None) -> NoReturn:

@@ -52,7 +52,7 @@ def job(params):
 '''
 
 CONFIG = """# elastic run job.yaml
-name: {name}
+name: "{name}"
 job: job.py:job # the file, and the function in it
 params: {{width: 256, depth: 4}}
 train: {{steps: 400, global_batch: 128, microbatch: 16}}
@@ -69,9 +69,10 @@ def scaffold(folder: Path) -> list[Path]:
         ElasticError: it cannot be written.
     """
     name = folder.resolve().name
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
         raise UsageError(
-            f"{name!r} cannot be the name of a job", "use letters, digits, '_', '.' and '-', such as my_job"
+            f"{name!r} cannot be the name of a job",
+            "use at most 100 letters, digits, '_', '.' and '-', such as my_job",
         )
     contents = {folder / "job.py": JOB, folder / "job.yaml": CONFIG.format(name=name)}
     taken = [path for path in contents if path.exists()]

@@ -8,9 +8,10 @@ import resource
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,11 +111,37 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
-@pytest.mark.parametrize("command", ["run", "status", "events", "stop", "plan"])
-def test_every_command_teaches_by_example(elastic: Cli, command: str) -> None:
-    code, out, _ = elastic(command, "--help")
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All commands that do something, those of our own packages included."""
+    if not hasattr(group, "list_commands"):
+        yield path
+        return
+    for name in group.list_commands(None):
+        yield from commands(group.get_command(None, name), (*path, name))
+
+
+COMMANDS = list(commands(cli.typer.main.get_command(cli.app)))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_teaches_by_one_example_that_fits(
+    elastic: Cli, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = elastic(*command, "--help")
     assert code == 0
-    assert f"elastic {command}" in out.split("Example:")[1]
+    assert "Cannot be loaded" not in out
+    examples = [line for line in out.splitlines() if "Example" in line]
+    assert len(examples) == 1
+    assert f"Example: elastic {' '.join(command)}" in examples[0]
+    assert max(map(len, out.splitlines())) <= 80
+    after = out.splitlines()[out.splitlines().index(examples[0]) + 1]
+    assert after.strip() == ""  # an example on one line can be copied
+
+
+def test_the_commands_are_known() -> None:
+    assert {("init",), ("doctor",), ("run",), ("checkpoints", "ls"), ("nodes", "set"), ("chaos", "run")} <= {*COMMANDS}
+    assert len(COMMANDS) >= 17
 
 
 def test_no_command_at_all_shows_the_help(elastic: Cli) -> None:

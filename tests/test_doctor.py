@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic import doctor
+from checkpoint.store import Store
+from elastic import cli, doctor
 from elastic.rendezvous import server
 from tests.e2e.objects import s3_server
 
@@ -72,11 +73,41 @@ def test_stores(tmp_path):
         assert doctor.checkpoint_store(f"{url}/run", options).state == "ok"
 
 
+def test_a_store_without_conditional_writes_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr(Store, "conditional", False)
+    found = doctor.checkpoint_store(str(tmp_path), {})
+    assert (found.state, "does not honour conditional writes" in found.found) == ("warn", True)
+
+
+def test_a_store_that_gives_back_something_else_is_unfit(monkeypatch, tmp_path):
+    monkeypatch.setattr(Store, "read", lambda self, name: b"stale")
+    assert doctor.checkpoint_store(str(tmp_path), {}).state == "fail"
+
+
+def test_a_machine_without_shared_memory_and_one_with_a_fake_clock(monkeypatch):
+    monkeypatch.setattr(doctor.os.path, "isdir", lambda path: False)
+    assert "/dev/shm" not in doctor.memory().found
+    monkeypatch.setattr(doctor.time, "monotonic", lambda: 7.0)
+    found = doctor.clock()
+    assert (found.state, "libfaketime" in found.advice) == ("fail", True)
+
+
+def test_values_of_options_are_json_or_text(monkeypatch):
+    given = []
+    monkeypatch.setattr(doctor, "examine", lambda store, options: given.append((store, options)) or [])
+    options = ["--option", 'client_kwargs={"a": 1}', "--option", "key=x"]
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--store", "s3://bucket", *options, "--json"])
+    assert given == [("s3://bucket", {"client_kwargs": {"a": 1}, "key": "x"})]
+
+
 def test_a_store_that_does_not_answer_is_named_by_the_command(tmp_path):
     (tmp_path / "file").write_text("no folder")
     ended = run("--store", f"{tmp_path}/file/below")
     assert ended.returncode == 1
     assert "store" in ended.stdout
     assert ended.stderr == ""
-    wrong = run("--option", "x")
+    wrong = run("--store", "s3://bucket", "--option", "x")
     assert (wrong.returncode, "KEY=VALUE" in wrong.stderr) == (2, True)
+    alone = run("--option", "x=1")
+    assert (alone.returncode, "--store" in alone.stderr) == (2, True)

@@ -59,6 +59,8 @@ MADE = list(made())
 @pytest.mark.parametrize(("where", "name", "call"), MADE, ids=[f"{where} {name}" for where, name, _ in MADE])
 def test_every_error_says_what_and_what_next(where: str, name: str, call: ast.Call) -> None:
     assert call.args, f"{where}: {name} without a message"
+    if isinstance(call.args[0], ast.Constant) and name != "Interrupted":  # which says all in its name
+        assert " " in str(call.args[0].value), f"{where}: a word is no message"
     given = {keyword.arg for keyword in call.keywords} & {"hint", "detail"}
     assert len(call.args) > 1 or given or ALL[name].advice or isinstance(call.args[0], ast.Starred), where
 

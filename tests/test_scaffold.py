@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -27,6 +28,11 @@ def test_what_is_written_is_a_job(tmp_path):
     assert "elastic run" in job_file.read_text()
 
 
+@pytest.mark.parametrize("name", ["123", "1e5", "null", "yes", "0x10", "2026-12-01", "a" * 100, "a.b-c_d"])
+def test_whatever_the_name_the_config_can_be_loaded(tmp_path, name):
+    assert load_config(scaffold(tmp_path / name)[1]).name == name
+
+
 def test_nothing_is_overwritten_and_a_bad_name_is_refused(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -34,8 +40,10 @@ def test_nothing_is_overwritten_and_a_bad_name_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"job\.yaml is there already"):
         scaffold(folder)
     assert [path.name for path in folder.iterdir()] == ["job.yaml"]
-    with pytest.raises(UsageError, match="cannot be the name of a job"):
-        scaffold(tmp_path / "no good")
+    for name in ("no good", "-x", ".hidden", "a" * 101):
+        with pytest.raises(UsageError, match="cannot be the name of a job"):
+            scaffold(tmp_path / name)
+        assert not (tmp_path / name).exists()
 
 
 @pytest.mark.timeout(300)
@@ -43,7 +51,8 @@ def test_init_then_run_and_a_node_that_is_killed_is_survived(tmp_path):
     elastic = Elastic(tmp_path)
     made = elastic("init", "my_job")
     assert made.code == 0, made
-    assert "elastic run my_job/job.yaml" in made.out
+    assert "elastic run my_job/job.yaml\n" in made.out
+    assert "elastic status --job my_job\n" in made.out
     command = elastic.train(tmp_path / "my_job/job.yaml")
     elastic.until_step(5, command)
     agent = elastic("status", "--run-dir", elastic.run_dir, "--json").document["nodes"][1]["agent_pid"]
@@ -64,6 +73,47 @@ def test_metrics_as_json_lines(tmp_path):
     write(Metrics(2, 2.25, 0.1, 1.5, 64, eval_loss=2.0))
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"], line["eval_loss"]) for line in lines] == [(1, 2.5, None), (2, 2.25, 2.0)]
+
+
+def test_json_lines_are_json_and_whole(tmp_path):
+    path = tmp_path / "new" / "m.jsonl"
+    write = metrics.jsonl(path)
+    write(Metrics(1, float("nan"), 0.1, float("inf"), 32))
+    assert "NaN" not in path.read_text()
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')  # a writer that was killed, or found the disk full
+    write(Metrics(2, 2.0, 0.1, None, 64))
+    write(Metrics(1, 2.5, 0.1, None, 32))  # told again after a rollback
+    first, cut, second, again = path.read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in (first, second, again)] == [None, 2.0, 2.5]
+    assert cut == '{"step": 2, "lo'
+
+
+def test_tensorboard_drops_what_is_told_again(monkeypatch, tmp_path):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append(("from", purge_step))
+
+        def add_scalar(self, key, value, step):
+            calls.append((key, step))
+
+        def flush(self):
+            pass
+
+        def close(self):
+            calls.append(("close",))
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    write = metrics.tensorboard(tmp_path)
+    assert calls == []  # every worker loads the job, one of them writes
+    for step in (5, 6, 5):
+        write(Metrics(step, 1.0, None, None, step))
+    told = [("loss", 5), ("samples", 5)]
+    assert calls == [("from", 5), *told, ("loss", 6), ("samples", 6), ("close",), ("from", 5), *told]
 
 
 def test_tensorboard_that_is_not_installed_is_said(monkeypatch, tmp_path):

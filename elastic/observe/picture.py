@@ -19,7 +19,7 @@ class Picture:
         note: what is under way before the first event.
         phase: in one word, such as ``starting``, ``waiting``, ``forming``, ``running`` or the state at the end.
         members: incarnations of the nodes that are there, by node.
-        saving, saved: the step whose checkpoint is being written; the event of the last one that is there, or failed.
+        saving, saved: the step whose checkpoint is being written; the event that made the last one known, or failed.
         recent: of the last steps, ``(seconds, samples, weight)``.
     """
 
@@ -37,11 +37,14 @@ class Picture:
     saving: int | None = None
     saved: Mapping[str, Any] = field(default_factory=dict)
     recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _formed: list[int] = field(default_factory=list)  # pipelines of the last two epochs that formed
 
     def add_event(self, event: Mapping[str, Any]) -> None:
         self.note = ""
         node, kind = event.get("node"), event.get("kind")
-        if kind != "checkpoint_started":  # which has a line of its own
+        if kind == "recovered":
+            event = self._told_at_once(event)
+        if kind not in ("checkpoint_started", "checkpoint_saved"):  # which have a line of their own
             self.events.append(event)
         if kind == "node_joined" and node:
             self.members[node] = str(event.get("incarnation"))
@@ -55,9 +58,12 @@ class Picture:
             self.spares = tuple(event.get("spares", ()))
         elif kind == "formed":
             self.phase = "running"
+            self._formed = [*self._formed[-1:], len(self.pipelines)]
         elif kind in ("resumed", "rollback"):
             self.step, self.last = event.get("step", event.get("to_step", 0)), {}
-            self.saving = None
+            self.saving, self.saved = None, event if self.step else {}
+            for _ in range(min(len(self.losses), event.get("lost_steps", 0))):
+                self.losses.pop()
         elif kind == "checkpoint_started":
             self.saving = event.get("step")
         elif kind in ("checkpoint_saved", "checkpoint_failed"):
@@ -66,8 +72,25 @@ class Picture:
             self.phase = "stopping"
         elif kind == "ended":
             self.phase = str(event.get("state", "ended"))
+            self.saving = None
+
+    def _told_at_once(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The recovery with the pipelines before and after it, in place of the events that led to it."""
+        lost = {(loss.get("node"), loss.get("incarnation")) for loss in event.get("losses", ())}
+        told = [
+            one
+            for one in self.events
+            if not (one.get("kind") == "node_left" and (one.get("node"), one.get("incarnation")) in lost)
+            and not (one.get("kind") in ("plan", "formed") and one.get("epoch") == event.get("epoch"))
+        ]
+        self.events.clear()
+        self.events.extend(told)
+        return {**event, "pipelines": self._formed} if len(self._formed) == 2 else event
 
     def add_step(self, step: Mapping[str, Any]) -> None:
+        if step.get("step", self.step + 1) <= self.step:  # told again, after a failure or a resume
+            self.last = step
+            return
         if self.last or step.get("step") == 1:
             # Records count samples from the start of training, so the first one of a resumed run says nothing.
             samples = (step.get("samples") or 0) - (self.last.get("samples") or 0)

@@ -74,9 +74,27 @@ def _user_error(event: Event) -> str:
 
 
 def _recovered(event: Event) -> str:
-    who = ", ".join(f"{loss['node']} ({loss['cause']})" for loss in event["losses"])
     lost = "nothing lost" if not event["lost_steps"] else f"{plural(event['lost_steps'], 'step')} lost"
+    if "pipelines" in event and event["losses"]:  # of a view that leaves out what led to it
+        before, after = event["pipelines"]
+        kept = plural(before, "pipeline") + (" kept" if before == after else f" → {after}")
+        return " · ".join([_losses_in_words(event["losses"]), kept, f"{event['total_s']:.2f} s", lost])
+    who = ", ".join(f"{loss['node']} ({loss['cause']})" for loss in event["losses"])
     return f"recovered{' from the loss of ' + who if who else ''} in {event['total_s']:.2f} s, {lost}"
+
+
+def _losses_in_words(losses: Sequence[Event]) -> str:
+    """``node-1 and node-2 died, worker of node-3 hung``."""
+    by_cause: dict[str, list[str]] = {}
+    for loss in losses:
+        by_cause.setdefault(loss["cause"], []).append(loss["node"])
+    words = {"node": ("", "died"), "worker": ("worker of ", "died"), "hang": ("worker of ", "hung")}
+    parts = []
+    for cause, nodes in by_cause.items():
+        whose, what = words.get(cause, ("", f"was lost ({cause})"))
+        *others, last = nodes
+        parts.append(f"{whose}{', '.join(others)}{' and ' if others else ''}{last} {what}")
+    return ", ".join(parts)
 
 
 def _rollback(event: Event) -> str:

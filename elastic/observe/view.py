@@ -16,7 +16,7 @@ from rich.text import Text
 from elastic.observe.nodes import LABEL, node_map
 from elastic.observe.picture import Picture
 from elastic.observe.sentences import sentence
-from elastic.observe.text import clock_time, duration, number, one_line, rate, shorten, size, sparkline
+from elastic.observe.text import clock_time, duration, number, one_line, rate, short_time, shorten, size, sparkline
 
 Record = Mapping[str, Any]
 
@@ -160,7 +160,12 @@ class LiveView:
         if last.get("kind") == "checkpoint_failed":
             line.append(f"that of step {last.get('step')} failed", "red")
         elif last:
-            line.append(f"step {last.get('step')}, {size(float(last.get('bytes') or 0))}")
+            line.append(f"step {last.get('step', last.get('to_step'))}")
+            if last.get("bytes"):
+                line.append(f", {size(float(last['bytes']))}")
+            if last.get("kind") == "checkpoint_saved" and picture.saving is None:
+                line.append(f" in {short_time(last.get('upload_s') or 0.0)}")
+                line.append(f", stalled for {short_time(last.get('stall_s') or 0.0)}")
         elif picture.saving is None:
             line.append("–")
         if picture.saving is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pty
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from elastic.observe import view as view_module
 from elastic.observe.nodes import node_map
 from elastic.observe.picture import Picture
 from elastic.observe.view import EVENT_ROWS, LiveView, PlainView, view_for
@@ -91,13 +94,88 @@ def test_the_checkpoint_has_a_line() -> None:
     view.event(event("checkpoint_started", step=50))
     assert "checkpoint  writing that of step 50" in drawn(view, 80)
     view.event(event("checkpoint_saved", step=50, bytes=2048, stall_s=0.001, upload_s=0.2))
-    assert "checkpoint  step 50, 2.0 KiB" in drawn(view, 80)
+    assert "checkpoint  step 50, 2.0 KiB in 200 ms, stalled for 1 ms" in drawn(view, 80)
+    assert not any("saved" in line for line in drawn(view, 80))  # or they would push all else out
     view.event(event("checkpoint_started", step=100))
     assert "checkpoint  step 50, 2.0 KiB   writing that of step 100" in drawn(view, 80)
     view.event(event("checkpoint_failed", step=100, reason="the disk is full"))
     lines = drawn(view, 80)
     assert "checkpoint  that of step 100 failed" in lines
     assert any("the disk is full" in line for line in lines)
+
+
+def test_what_was_resumed_from_is_the_last_checkpoint() -> None:
+    view = LiveView(terminal(80), "gpt", 200, Clock())
+    view.event(event("resumed", step=150, lineage=1, manifest="m"))
+    assert "checkpoint  step 150" in drawn(view, 80)
+    view.event(event("rollback", to_step=100, lineage=2, manifest="m", lost_steps=50))
+    assert "checkpoint  step 100" in drawn(view, 80)
+    view.event(event("rollback", to_step=0, lineage=3, manifest="", lost_steps=100))
+    assert "checkpoint  –" in drawn(view, 80)
+
+
+def test_steps_told_again_move_nothing_back() -> None:
+    picture = Picture(200)
+    picture.add_event(event("resumed", step=100, lineage=1, manifest="m"))
+    for number in (99, 100, 101, 101, 102):
+        picture.add_step(step(number))
+    assert (picture.step, list(picture.losses)) == (102, [5 / 101, 5 / 102])
+    assert picture.samples_per_s == 128
+
+
+def test_a_rollback_takes_its_steps_off_the_curve() -> None:
+    picture = Picture(200)
+    for number in range(1, 11):
+        picture.add_step(step(number))
+    picture.add_event(event("rollback", to_step=7, lineage=2, manifest="m", lost_steps=3))
+    picture.add_step(step(8, loss=0.5))
+    assert picture.step == 8
+    assert list(picture.losses) == [*(5 / number for number in range(1, 8)), 0.5]
+
+
+def test_a_recovery_is_told_in_one_sentence() -> None:
+    view = LiveView(terminal(80), "gpt", 200, Clock())
+    lost = {"node": "node-3", "incarnation": "3", "cause": "node", "detect_s": 0.0}
+    for record in [
+        *HISTORY,
+        event("node_left", node="node-3", incarnation="3", cause="node"),
+        event("plan", epoch=2, pipelines=[["node-0", "node-1"]], spares=[], reason="node-3 lost"),
+        event("formed", epoch=2),
+        event("recovered", epoch=2, losses=[lost], total_s=0.312, lost_steps=0),
+    ]:
+        view.event(record)
+    lines = [line[12:] for line in drawn(view, 80)]
+    assert "node-3 died · 2 pipelines → 1 · 0.31 s · nothing lost" in lines
+    assert "epoch 1 formed, training" in lines
+    assert not any("was lost" in line or "epoch 2 formed" in line for line in lines)
+
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_recorded_run(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``GOLDEN=write`` rewrites what is expected, to be read as a diff."""
+    monkeypatch.setattr(view_module, "clock_time", lambda time: f"12:00:{int(time) % 60:02}")
+    clock, pages = Clock(), []
+    view = LiveView(terminal(width), "my_job", 400, clock)
+    told = 0
+    events = [json.loads(line) for line in (RECORDED / "two-kills.jsonl").read_text().splitlines()]
+    until = {"node_left": (81, 173), "checkpoint_saved": (100, 200, 243)}
+    for record in events:
+        reached = [number for number in until.get(record["kind"], ()) if number > told or number == record.get("step")]
+        for number in range(told + 1, reached[0] + 1 if reached else 0):
+            view.step(step(number, weight=128.0, samples=128 * number))
+            told = number
+        clock.now = record["time"] - events[0]["time"]
+        view.event(record)
+        if record["kind"] in ("plan", "node_left", "recovered", "checkpoint_saved", "ended"):
+            pages.append(f"after {record['kind']}\n\n" + "\n".join(line.rstrip() for line in drawn(view, width)))
+    text = "\n\n\n".join(pages) + "\n"
+    path = RECORDED / f"two-kills-{width}.txt"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
 
 
 def test_before_the_first_event_there_is_one_line() -> None:

@@ -66,6 +66,20 @@ PLAN = {
             {"kind": "standstill", "for_s": 7.0},
             "no step for 7.0 s though all nodes wait for each other: they form again",
         ),
+        (
+            {"kind": "recovered", "losses": [{"node": "n1", "cause": "node"}], "total_s": 0.312, "lost_steps": 0},
+            "recovered from the loss of n1 (node) in 0.31 s, nothing lost",
+        ),
+        (
+            {
+                "kind": "recovered",
+                "losses": [{"node": f"n{i}", "cause": cause} for i, cause in enumerate(("node", "hang", "node"))],
+                "total_s": 0.312,
+                "lost_steps": 1,
+                "pipelines": [3, 3],
+            },
+            "n0 and n2 died, worker of n1 hung · 3 pipelines kept · 0.31 s · 1 step lost",
+        ),
         ({"kind": "ended", "state": "done", "step": 200, "loss": 2.14321}, "done at step 200, loss 2.1432"),
         ({"kind": "ended", "state": "stopped", "step": 0, "loss": None}, "stopped at step 0"),
         (
